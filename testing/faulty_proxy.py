@@ -197,11 +197,12 @@ async def _refuse(writer: asyncio.StreamWriter, status: int, code: str, method: 
 
 
 async def _main(port: int, upstream_port: int, seed: int, host: str = "127.0.0.1") -> None:
-    hosts = {"127.0.0.1", host}
+    hosts = sorted({"127.0.0.1", host})
     server = await asyncio.start_server(Proxy(upstream_port, seed).serve, hosts, port, limit=2**20)
     async with server:
         await server.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(*map(int, sys.argv[1:4]), *sys.argv[4:]))
+    port, upstream_port, seed = map(int, sys.argv[1:4])
+    asyncio.run(_main(port, upstream_port, seed, *sys.argv[4:]))

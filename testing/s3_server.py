@@ -1,6 +1,7 @@
 """The S3 server moto in a process of its own on loopback, behind a proxy that can spoil requests and counts them."""
 
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ BUCKET = "bucket"
 SECRET = "server-secret-4f1c9a"
 """Secret key that the processes get. Tests search for it in all that they write."""
 _START_SECONDS = 60.0
+_STARTS = 3
 
 
 class S3Server:
@@ -30,25 +32,30 @@ class S3Server:
     def __init__(self, seed: int = 0, host: str = "127.0.0.1") -> None:
         """``host``: another address of this machine on which the proxy listens, besides loopback."""
         self._host = host
-        self._port, self.proxy_port = _free_port(), _free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
+        for tries_left in reversed(range(_STARTS)):
+            try:
+                self._start(seed)
+                return
+            except BaseException as error:
+                self.stop()
+                if not tries_left or not isinstance(error, RuntimeError):
+                    raise
+
+    def _start(self, seed: int) -> None:
+        self._port, self.proxy_port = _free_port(), _free_port()
         quiet: dict[str, Any] = {
             "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL,
             "cwd": Path(__file__).resolve().parent.parent,
         }  # fmt: skip
         commands = (
             ("moto.server", "-H", "127.0.0.1", "-p", str(self._port)),
-            ("testing.faulty_proxy", str(self.proxy_port), str(self._port), str(seed), host),
+            ("testing.faulty_proxy", str(self.proxy_port), str(self._port), str(seed)),
         )
-        try:
-            for command in commands:
-                self._processes.append(subprocess.Popen([sys.executable, "-m", *command], **quiet))
-            for port in (self._port, self.proxy_port):
-                self._wait_for(port)
-            self.make_bucket(BUCKET)
-        except BaseException:
-            self.stop()
-            raise
+        self._processes = [subprocess.Popen([sys.executable, "-m", *command], **quiet) for command in commands]
+        for port in (self._port, self.proxy_port):
+            self._wait_for(port)
+        self.make_bucket(BUCKET)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -146,7 +153,9 @@ class S3Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port that no other process is given for a connection, as these have higher numbers."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port

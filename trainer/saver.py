@@ -113,10 +113,6 @@ class Saver:
         if self.saved_step:
             self._log.interrupted(step, self.saved_step)
 
-    def _is_ours(self) -> bool:
-        """Return whether no other process has taken over the run. Called on rank 0."""
-        return self._context.folder is None or self._context.folder.is_ours
-
     def _report(self, saved: Saved | None, *, is_last: bool = False) -> None:
         """Report ``saved``, the result of a save. Does nothing if it is None."""
         if saved is None:
@@ -128,9 +124,9 @@ class Saver:
         newest = (
             f"the newest checkpoint is from step {self.saved_step}" if self.saved_step else "no checkpoint exists yet"
         )
+        if saved.is_taken_over:
+            raise TrainingStopped(saved.problem)
         if is_last:
-            if not self._context.session.once(self._is_ours):
-                raise TrainingStopped(saved.problem)
             raise TrainingFailed(
                 f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}. Fix the "
                 "cause, then run the same command again"

@@ -10,6 +10,7 @@ code that opens the files.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -447,6 +448,10 @@ DEFAULT_MINUTES_BETWEEN = 30
 """Default maximum time between checkpoints, in minutes, unless ``every`` is 0."""
 
 
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KB|MB|GB)/s", re.ASCII)
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints are Hugging Face model folders in ``run.dir/checkpoints``."""
 
@@ -470,6 +475,9 @@ class CheckpointSection(Section):
     mode: Literal["async", "sync"] = "async"
     """``async``: training continues while a checkpoint is written. ``sync``: training waits; only GPU tensors are
     copied."""
+    upload_limit: str | None = None
+    """Limit of uploads to a bucket per node, such as ``500MB/s``, while training continues; null: none. A save that
+    training waits for is not limited."""
     resume: PathText = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a folder of weights (with adapters, a PEFT folder).
@@ -490,6 +498,12 @@ class CheckpointSection(Section):
             return self.every_minutes
         return DEFAULT_MINUTES_BETWEEN if self.every else 0
 
+    @property
+    def upload_bytes_per_second(self) -> float | None:
+        """``upload_limit`` in bytes per second; None if there is no limit."""
+        found = _RATE.fullmatch(self.upload_limit or "")
+        return float(found[1]) * _BYTES[found[2]] if found else None
+
     def allows(self, key: str) -> bool:
         """Return whether ``allow_changes`` lists ``key`` or a section that contains it."""
         allowed = self.allow_changes
@@ -498,6 +512,11 @@ class CheckpointSection(Section):
         return any(key == prefix or key.startswith(f"{prefix}.") for prefix in allowed)
 
     def _mistakes(self) -> Iterator[str]:
+        if self.upload_limit is not None and not self.upload_bytes_per_second:
+            yield (
+                f"checkpoint.upload_limit={self.upload_limit} is not a rate in KB/s, MB/s or GB/s; e.g. "
+                "checkpoint.upload_limit=500MB/s"
+            )
         word = {"true": "auto", "false": "never"}.get(self.resume.lower(), self.resume.lower())
         if word in ("auto", "must", "never") and self.resume != word:
             yield f"checkpoint.resume={self.resume}: use checkpoint.resume={word}"

@@ -1,6 +1,7 @@
 """The S3 server of the tests of one process."""
 
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -29,4 +30,5 @@ def server(_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> str:
     """A folder in the bucket that no other test uses."""
-    return f"tests/{request.node.name.replace('[', '-').rstrip(']')}"
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
+    return f"tests/{name}"

@@ -1,16 +1,25 @@
 """Checkpoints of runs in a bucket: saved, resumed on other layouts, damaged, kept and removed."""
 
 import json
+import os
+import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from serried.records.head import Entry, read_head
+from serried.records import object_store
+from serried.records.head import Entry, Head, read_head
 from serried.records.object_store import open_store
 from serried.trainer.checkpoint.bucket_checkpoints import download
 from serried.trainer.checkpoint.manifest import check_files, read_manifest
-from testing.runs import metrics, run_here, tiny_overrides
-from testing.s3_server import S3Server
+from serried.trainer.monitor.control_file import Control
+from serried.trainer.trainer import Trainer
+from testing.rank_pool import Cluster
+from testing.runs import metrics, run_here, tiny_overrides, train_reported, train_small
+from testing.s3_server import BUCKET, S3Server
+from tests.ranks.test_health import DDP2, spike_at
 
 pytestmark = pytest.mark.cloud
 
@@ -78,3 +87,172 @@ def test_checkpoints_in_a_bucket_have_the_bytes_of_those_in_a_folder_and_resume_
         "MANIFEST.json": 2, "model.safetensors": 2, "optimizer.safetensors": 2, "state.json": 1, "config.json": 1,
         "tokenizer.json": 1, "tokenizer_config.json": 1,
     }  # fmt: skip
+
+
+@pytest.fixture
+def started(url: str, text: Path) -> str:
+    """The URL of a run with checkpoints of steps 2 and 4, stopped after step 4."""
+    ended = run_here(tiny_overrides(text, url, "trainer.stop_at=4"))
+    assert ended.code == 75, ended.printed
+    return url
+
+
+@pytest.fixture(scope="module")
+def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in a folder that was not disturbed."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    assert run_here(tiny_overrides(text, run_dir)).code == 0
+    return run_dir
+
+
+def train_in_bucket(argv: list[str], environment: dict[str, str]) -> int:
+    """Train on a rank of the cluster."""
+    with patch.dict(os.environ, environment):
+        return train_reported(argv)
+
+
+@pytest.mark.parametrize("how", ["parallel=ddp", "parallel=fsdp", "parallel.tensor=2"])
+def test_run_resumes_on_two_ranks_with_the_losses_of_a_run_in_a_folder(
+    how: str, server: S3Server, folder: str, started: str, text: Path, straight: Path, cluster: Cluster, scratch: Path
+) -> None:
+    answers = cluster.run(
+        2, "tests.cloud.test_bucket_checkpoints:train_in_bucket", argv=tiny_overrides(text, started, how),
+        environment=server.environment | {"SERRIED_SCRATCH": str(scratch)},
+    )  # fmt: skip
+    assert [answer.value for answer in answers] == [0, 0], answers[0].printed
+    assert dict(losses(server, folder)) == pytest.approx(dict(local_losses(straight)), abs=2e-5)
+    assert [entry.step for entry in entries(started)] == [4, 6]
+
+
+def flip_last_bit(server: S3Server, key: str) -> None:
+    """Change an object behind everybody's back."""
+    content = bytearray(server.objects(key)[key])
+    content[-9] ^= 1
+    server.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "state.json", "missing"])
+def test_damaged_checkpoint_is_left_for_the_one_before(
+    damaged: str, server: S3Server, folder: str, started: str, text: Path, straight: Path
+) -> None:
+    newest = entries(started)[-1]
+    if damaged == "missing":
+        server.client().delete_object(Bucket=BUCKET, Key=f"{folder}/{newest.prefix}/model.safetensors")
+    else:
+        flip_last_bit(server, f"{folder}/{newest.prefix}/{damaged}")
+    ended = run_here(tiny_overrides(text, started))
+    assert ended.code == 0, ended.printed
+    assert "damaged: s3://" in ended.printed
+    assert "step-00000002" in ended.printed
+    assert losses(server, folder) == local_losses(straight)
+    head = read_head(open_store(started))
+    assert head is not None
+    assert [run.checkpoints for run in head.earlier] == [[newest]], "kept, as it may help to find the cause"
+    assert [entry.step for entry in head.checkpoints] == [4, 6]
+
+
+def test_new_start_sets_the_run_aside_and_its_objects_stay(
+    server: S3Server, folder: str, started: str, text: Path, straight: Path
+) -> None:
+    kept = ("/records/1/", "/checkpoints/")
+    before = {key: content for key, content in server.objects(folder).items() if any(part in key for part in kept)}
+    ended = run_here(tiny_overrides(text, started, "checkpoint.resume=never"))
+    assert ended.code == 0, ended.printed
+    assert f"an earlier run here (stopped at step 4) is kept as number 1 of {started}/head.json" in ended.printed
+    assert losses(server, folder) == local_losses(straight)
+    after = server.objects(folder)
+    assert {key: after.get(key) for key in before} == before
+    head = read_head(open_store(started))
+    assert head is not None
+    assert [(run.records, [entry.step for entry in run.checkpoints]) for run in head.earlier] == [(1, [2, 4])]
+
+
+def rolled_back(argv: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """Train on a rank of the cluster; rank 0 damages the newest checkpoint before step 8, whose loss is a spike."""
+
+    def damage() -> None:
+        url = next(word for word in argv if word.startswith("run.dir=")).removeprefix("run.dir=")
+        while (newest := entries(url)[-1]).step < 6:
+            time.sleep(0.05)
+        store = open_store(url)
+        key = next(listed.key for listed in store.list(newest.prefix) if listed.key.endswith("-00002.safetensors"))
+        found = store.get(key)
+        assert found is not None
+        content = bytearray(found[0])
+        content[-1] ^= 1
+        store.put(key, bytes(content))
+
+    with patch.dict(os.environ, environment):
+        return train_small(argv, fault=spike_at(8), acts={8: damage} if os.environ["RANK"] == "0" else {})
+
+
+def test_rollback_goes_past_a_damaged_checkpoint_of_the_bucket(
+    server: S3Server, url: str, text: Path, cluster: Cluster, scratch: Path
+) -> None:
+    answers = cluster.run(
+        2, "tests.cloud.test_bucket_checkpoints:rolled_back",
+        argv=tiny_overrides(text, url, *DDP2, "health.spike=rollback"),
+        environment=server.environment | {"SERRIED_SCRATCH": str(scratch)},
+    )  # fmt: skip
+    assert [answer.value["code"] for answer in answers] == [0, 0], answers[0].printed
+    assert "newer checkpoints (00000006-1-" in answers[0].printed
+    assert [entry.step for entry in entries(url)] == [9, 12]
+
+
+def test_best_checkpoint_stays_by_what_the_head_says_of_it(server: S3Server, url: str, text: Path) -> None:
+    words = [
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=true",
+        "optim.lr=50",
+        "schedule.warmup_steps=6",
+        "trainer.eval_every=2",
+    ]
+    before = len(server.requests())
+    ended = run_here(tiny_overrides(text, url, *words))
+    assert ended.code == 0, ended.printed
+    found = entries(url)
+    assert [entry.step for entry in found] == [2, 6], (found, ended.printed)
+    assert found[0].validation["loss"] < found[1].validation["loss"]
+    assert f"; the best: checkpoints/{found[0].attempt}" in ended.printed
+    requests = server.requests()[before:]
+    assert not [request for request in requests if request.startswith("GET") and request.endswith("state.json")]
+
+
+def test_outage_during_a_save_costs_that_checkpoint_and_no_step(
+    server: S3Server, folder: str, url: str, text: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store.open_store, "__kwdefaults__", {"retry_seconds": 1.0})
+
+    def disturb(trainer: Trainer, step: int) -> None:
+        if step == 3:
+            trainer.saver.wait()
+            server.set_faults(down=1.0)
+        if step == 5:
+            trainer.saver.wait()
+            server.set_faults()
+
+    ended = run_here(tiny_overrides(text, url), disturb)
+    assert ended.code == 0, ended.printed
+    assert "WARNING    no checkpoint of step 4: " in ended.printed
+    assert [entry.step for entry in entries(url)] == [2, 6]
+    assert losses(server, folder) == local_losses(straight)
+
+
+def test_run_that_is_taken_over_before_its_last_save_ends_with_75(
+    url: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(trainer: Trainer, step: int) -> None:
+        del trainer
+        if step == 5:
+            taken.append(Head.claim(open_store(url), patience_seconds=0.0))
+
+    # Only the commit finds out.
+    monkeypatch.setattr(Control, "look", lambda _: None)
+    monkeypatch.setattr(Control, "look_at_folder", lambda _: None)
+    monkeypatch.setattr(Head, "renew", lambda _: None)
+
+    taken: list[Head] = []
+    ended = run_here(tiny_overrides(text, url, "checkpoint.every=0"), take)
+    assert ended.code == 75, ended.printed
+    assert entries(url) == []
+    taken[0].release()

@@ -60,12 +60,8 @@ class Pace:
         self._lifted.wait(max(0.0, self._free_at - now))
 
     def lift(self) -> None:
-        """Wait no more until ``limit``: the run waits for the upload."""
+        """Wait no more, since training waits for the upload."""
         self._lifted.set()
-
-    def limit(self) -> None:
-        """Limit the next uploads again."""
-        self._lifted.clear()
 
 
 class BucketFiles:
@@ -119,6 +115,7 @@ class BucketCheckpoints:
         self._store, self._scratch, self._section, self._session = store, scratch, section, session
         self._folder = folder
         self._pace: Pace | None = None
+        """Limit of the running save."""
         self._fetched: dict[Path, dict[str, Any]] = {}
         self._saves = 0
 
@@ -137,7 +134,13 @@ class BucketCheckpoints:
         return self._head.begin(step), None
 
     def files(self, attempt: str) -> BucketFiles:
+        limit = self._section.upload_bytes_per_second
+        self._pace = Pace(limit / self._session.local_world_size) if limit else None
         return BucketFiles(self._store, f"checkpoints/{attempt}", self._pace)
+
+    def hurry(self) -> None:
+        if self._pace is not None:
+            self._pace.lift()
 
     def commit(
         self, attempt: str, step: int, files: Mapping[str, FileRecord], write_others: Callable[[Path], None],
@@ -242,7 +245,7 @@ class BucketCheckpoints:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process may still write. Only rank 0 knows better."""
+        """Whether this process may still write, as far as this rank knows."""
         return self._folder is None or self._head.is_ours
 
     def where(self, step: int) -> str:
@@ -277,10 +280,9 @@ class BucketCheckpoints:
         except StoreError as error:
             raise UserError(f"cannot read {error}") from None
 
-    def best(self) -> tuple[Path, float] | None:
-        """Return the best checkpoint and its metric. Called on rank 0."""
+    def best(self) -> tuple[int, float] | None:
         found = _best(self._head.content.checkpoints, self._section)
-        return (self.path(found[0].step), found[1]) if found else None
+        return (found[0].step, found[1]) if found else None
 
 
 def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str]:

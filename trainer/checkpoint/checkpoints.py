@@ -24,7 +24,15 @@ from serried.trainer.checkpoint.manifest import (
     record_of,
     write_manifest,
 )
-from serried.trainer.checkpoint.retention import best_checkpoint, folder_name, named, partial_name, prune, sweep
+from serried.trainer.checkpoint.retention import (
+    best_checkpoint,
+    folder_name,
+    named,
+    partial_name,
+    prune,
+    step_of,
+    sweep,
+)
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.checkpoint.writer import NOT_SHARED, Files, FolderFiles
 
@@ -35,6 +43,10 @@ _SPARE_BYTES = 64 * 2**20
 
 class Checkpoints(Protocol):
     """Checkpoints of a run. ``path``, ``files`` and ``open`` are called on all ranks, the other methods on rank 0."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether no other process has taken over the run in the bucket."""
 
     def path(self, step: int) -> Path:
         """Return the folder through which the checkpoint of ``step`` is read."""
@@ -63,6 +75,9 @@ class Checkpoints(Protocol):
     def lack_of_space(self, nbytes: int) -> str | None:
         """Return why a checkpoint of ``nbytes`` cannot be saved for lack of space, or None."""
 
+    def hurry(self) -> None:
+        """Lift ``checkpoint.upload_limit`` for the running save, since training waits for it. Called on all ranks."""
+
     def sweep(self) -> list[str]:
         """Remove the remains of interrupted saves. Returns a message for each problem. Does not raise."""
 
@@ -78,8 +93,8 @@ class Checkpoints(Protocol):
     def origin(self) -> str | None:
         """Return the path that the run was started from, if it did not start from scratch."""
 
-    def best(self) -> tuple[Path, float] | None:
-        """Return the checkpoint that ``checkpoint.keep_best`` keeps, and its metric. None if there is none."""
+    def best(self) -> tuple[int, float] | None:
+        """Return the step and the metric of the checkpoint that ``checkpoint.keep_best`` keeps, or None."""
 
     def where(self, step: int) -> str:
         """Return the path or URL of the checkpoint of ``step``, for messages."""
@@ -90,6 +105,8 @@ class FolderCheckpoints:
 
     def __init__(self, folder: Path, section: CheckpointSection, session: Session) -> None:
         self._folder, self._section, self._session = folder, section, session
+
+    is_ours = True
 
     def path(self, step: int) -> Path:
         return self._folder / folder_name(step)
@@ -146,6 +163,9 @@ class FolderCheckpoints:
     def lack_of_space(self, nbytes: int) -> str | None:
         return lack_of_space(self._folder.parent, nbytes)
 
+    def hurry(self) -> None:
+        pass
+
     def sweep(self) -> list[str]:
         return sweep(self._folder)
 
@@ -158,8 +178,9 @@ class FolderCheckpoints:
     def origin(self) -> str | None:
         return origin_of(self.saved())
 
-    def best(self) -> tuple[Path, float] | None:
-        return best_checkpoint(self._folder, self._section)
+    def best(self) -> tuple[int, float] | None:
+        found = best_checkpoint(self._folder, self._section)
+        return (step_of(found[0]) or 0, found[1]) if found else None
 
     def where(self, step: int) -> str:
         return str(self.path(step))

@@ -73,6 +73,8 @@ class Saved:
     """One-line reason why no checkpoint was saved. None if it is committed."""
     notes: list[str]
     """Other problems, such as an old checkpoint that cannot be deleted."""
+    is_taken_over: bool = False
+    """Whether another process has taken over the run in the bucket, so that this one must end."""
 
 
 class _Ranks:
@@ -259,6 +261,7 @@ class Checkpointer:
         self._final_state = Future()
         self._running = self._thread.submit(self._save, step, state, writing, self._final_state, started)
         if self._copies.mode == "sync":
+            self._checkpoints.hurry()
             with suppress(Exception):  # wait() raises it
                 writing.result()
         self._stall_seconds = time.perf_counter() - started
@@ -291,6 +294,7 @@ class Checkpointer:
             return None
         assert not self.is_begun, "it would wait forever"
         started = time.perf_counter()
+        self._checkpoints.hurry()
         with suppress(Exception):
             self._running.result()
         self._stall_seconds += time.perf_counter() - started
@@ -316,6 +320,7 @@ class Checkpointer:
         if self._is_closed:
             return None
         self._is_closed = True
+        self._checkpoints.hurry()
         if self._final_state is not None and not self._final_state.done():
             self._final_state.set_result(None)
             with suppress(RuntimeError):  # the store is gone if its host has failed
@@ -346,6 +351,7 @@ class Checkpointer:
         final_state: "Future[dict[str, Any] | None]", started: float,
     ) -> Saved:  # fmt: skip
         notes: list[str] = []
+        is_taken_over = False
         files, problem = writing.result()
         written = may_commit = time.perf_counter()
         if problem is None:
@@ -356,7 +362,7 @@ class Checkpointer:
                     self._attempt, step, files, partial(self._write_others, state), state, notes
                 )
             try:
-                problem = self._ranks.all(problem)[0]
+                problem, is_taken_over = self._ranks.all([problem, not self._checkpoints.is_ours])[0]
             except RuntimeError:  # a rank has ended, which ends the run; rank 0 still reports its commit
                 if not self._session.is_main:
                     raise
@@ -365,7 +371,7 @@ class Checkpointer:
         seconds = written - started + time.perf_counter() - may_commit
         where = self._checkpoints.where(step) if self._session.is_main else ""
         path = self._checkpoints.path(step)
-        return Saved(step, path, where, self._plan.total_bytes, seconds, 0.0, problem, notes)
+        return Saved(step, path, where, self._plan.total_bytes, seconds, 0.0, problem, notes, is_taken_over)
 
     def _await(self, final_state: "Future[dict[str, Any] | None]") -> dict[str, Any] | None:
         """Return the state that ``finish`` sets, or None as soon as another rank ends before that.

@@ -10,7 +10,7 @@ from serried.configs.formats import duration, short, size
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
 from serried.runtime.accelerator import device_name
-from serried.trainer.checkpoint.checkpoints import CHECKPOINTS, checkpoints_of
+from serried.trainer.checkpoint.checkpoints import checkpoints_of
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.metrics.meter import peak_memory_bytes
@@ -254,9 +254,11 @@ class RunLog:
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         checkpoint = of_best = ""
         if self._folder is not None:
-            checkpoint = checkpoints.where(step).removeprefix(f"{config.run.place}/")
+            start = f"{config.run.place}/"
+            checkpoint = checkpoints.where(step).removeprefix(start)
             if best := checkpoints.best():
-                of_best = f"; the best: {CHECKPOINTS}/{best[0].name} ({config.checkpoint.best_metric} {best[1]:.4g})"
+                where = checkpoints.where(best[0]).removeprefix(start)
+                of_best = f"; the best: {where} ({config.checkpoint.best_metric} {best[1]:.4g})"
         self._console.say(
             f"files      {config.run.place}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
             f"{opens_in and f', opens in {opens_in}'}: {checkpoint}{of_best}"

@@ -170,7 +170,9 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
         rope = made().rope_parameters if "rope_parameters" in own else {}
         own.pop("rope_parameters", None)
         derived = {key: rope[key] for key in _OF_ROPE if key in rope}
-        if "full_attention" in rope:
+        if kind == "gemma4_text":
+            derived = {}  # transformers reads them only in ``rope_parameters``
+        elif "full_attention" in rope:
             derived = {
                 "rope_theta": rope["full_attention"]["rope_theta"],
                 "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],

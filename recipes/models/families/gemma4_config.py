@@ -14,6 +14,19 @@ from serried.recipes.models.layers.rope_config import Rope
 
 _WIDTHS = ("head_dim", "num_key_value_heads")
 """Keys of ``per_layer_config`` that may differ in blocks without a window."""
+_UNSUPPORTED = {
+    "hidden_size_per_layer_input": "inputs of each layer",
+    "num_kv_shared_layers": "keys and values shared by layers",
+    "enable_moe_block": "experts",
+}
+"""Keys of the parts of Gemma 4 that the family does not have."""
+_EVERY = 6
+"""Default of transformers: one of so many blocks has no window."""
+_ROPES: tuple[Mapping[str, Any], Mapping[str, Any]] = (
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    {"rope_type": "default", "rope_theta": 1e4},
+)
+"""Defaults of transformers for blocks without and with a window."""
 
 
 class Gemma4Section(AlternatingSection):
@@ -29,6 +42,8 @@ class Gemma4Section(AlternatingSection):
     normalizes_heads = True
     rope_types = ()
 
+    sliding_window: Size = 512
+    """Number of most recent tokens, including itself, that a token attends to in blocks with a window."""
     global_head_dim: Size = 512
     """Width of one head in blocks without a window."""
     global_kv_heads: Size | None = None
@@ -64,30 +79,22 @@ class Gemma4Section(AlternatingSection):
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         found = completed(found, cls)
-        refuse_unless(found, use_bidirectional_attention=None)
-        for key, what in {
-            "hidden_size_per_layer_input": "inputs of each layer",
-            "num_kv_shared_layers": "keys and values shared by layers",
-            "enable_moe_block": "experts",
-        }.items():
+        if found["use_bidirectional_attention"] not in (None, "vision"):  # vision: only between tokens of an image
+            refuse_unless(found, use_bidirectional_attention=None)
+        for key, what in _UNSUPPORTED.items():
             if found[key]:
                 raise ValueError(
                     f"has {key} {found[key]}: {what} of Gemma 4 are not supported, only its dense model without them; "
                     "use model=hf"
                 )
-        rope = found.get("rope_parameters") or {}
-        full, sliding = ({**(rope.get(f"{kind}_attention") or {})} for kind in ("full", "sliding"))
-        refuse_unless(sliding, rope_type="default")
-        refuse_unless(full, rope_type="proportional", factor=1.0)
-        layers, every = found["num_hidden_layers"], found["sliding_window_pattern"]
-        keys = super().keys_from({
-            **found, "hidden_act": cls.plain["hidden_act"], "rope_parameters": None,
-            "rope_theta": full.get("rope_theta", found["rope_theta"]),
-        })  # fmt: skip
+        full, sliding = _ropes(found)
+        keys = super().keys_from(
+            {**found, "hidden_act": cls.plain["hidden_act"], "rope_parameters": None, "rope_theta": full["rope_theta"]}
+        )
         return keys | {
-            "global_every": global_every(found, layers, every),
-            "global_rotary_fraction": full.get("partial_rotary_factor", 1.0 if full else 0.25),
-            "local_rope_theta": float(sliding.get("rope_theta", found["rope_local_base_freq"])),
+            "global_every": global_every(found, keys["layers"], _EVERY),
+            "global_rotary_fraction": full.get("partial_rotary_factor", 1.0),
+            "local_rope_theta": float(sliding["rope_theta"]),
             **_global_sizes(found),
         }
 
@@ -114,6 +121,22 @@ class Gemma4Section(AlternatingSection):
                 f"model.global_head_dim={self.global_head_dim} is odd, but rotary embeddings rotate pairs; use "
                 f"model.global_head_dim={self.global_head_dim + 1}"
             )
+
+
+def _ropes(found: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the rotary embeddings of blocks without and with a window."""
+    if "rope_scaling" in found:
+        raise ValueError("has rope_scaling; Gemma 4 has only rope_parameters of each kind of layer")
+    if "rope_parameters" not in found or found["rope_parameters"] is None:
+        return _ROPES
+    ropes = found["rope_parameters"]
+    for kind in ("full_attention", "sliding_attention"):
+        if (ropes.get(kind) or {}).get("rope_theta") is None:
+            raise ValueError(f"has rope_parameters without the rope_theta of {kind}")
+    full, sliding = ropes["full_attention"], ropes["sliding_attention"]
+    refuse_unless(sliding, rope_type="default")
+    refuse_unless(full, rope_type="proportional", factor=1.0)
+    return full, sliding
 
 
 def _global_sizes(found: Mapping[str, Any]) -> dict[str, Any]:

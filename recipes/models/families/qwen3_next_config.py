@@ -67,6 +67,8 @@ class Qwen35Section(LlamaSection):
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         found = completed(found, cls)
         rotary = rope_of(found).get("partial_rotary_factor", found["partial_rotary_factor"])
+        if rotary is None:
+            raise ValueError("has partial_rotary_factor null; leave it out for the default of transformers, or set it")
         keys = super().keys_from({**found, "partial_rotary_factor": rotary})
         return keys | {"rotary_fraction": rotary, "full_every": _full_every(found, keys["layers"])}
 
@@ -101,8 +103,16 @@ class Qwen3NextSection(Qwen35Section, MoESection):
                 "supported"
             )
         if found["model_type"] == "qwen3_5_moe_text":  # no dense feed-forwards
-            found |= {"intermediate_size": expert, "norm_topk_prob": True}
+            found |= {"intermediate_size": found.get("intermediate_size") or expert, "norm_topk_prob": True}
         return super().keys_from(found) | {"shared_experts": shared // expert}
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if not self.shared_experts:
+            yield (
+                f"model.shared_experts=0 cannot be expressed in checkpoints of model.family={self.family}; use "
+                "model.shared_experts=1"
+            )
 
     def described(self) -> dict[str, Any]:
         return super().described() | {"shared_expert_intermediate_size": self.shared_experts * self.expert_hidden_dim}

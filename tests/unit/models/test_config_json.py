@@ -34,6 +34,13 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True, "rope_theta": 77.0,
 }  # fmt: skip
 """None of them a default."""
+LINEAR = {
+    "num_key_value_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+MIXTURE = {
+    "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 1024,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 131, "n_embd": 48, "n_layer": 6, "n_head": 4, "n_inner": 80, "n_positions": 64,
@@ -67,7 +74,16 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 9, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0, "rope_local_base_freq": 55.0,
         "sliding_window_pattern": 3, "tie_word_embeddings": False,
     },
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 0, "sliding_window": 9, "final_logit_softcapping": 3.0, "attention_k_eq_v": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR | MIXTURE | {"norm_topk_prob": False, "mlp_only_layers": [0]},
+    "qwen3_5_moe_text": LINEAR | MIXTURE,
 }  # fmt: skip
+REQUIRED: dict[str, dict[str, Any]] = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
+"""Keys without which transformers has a default that the family does not support."""
 
 
 def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +96,12 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     if kind == "gpt2":
         return values | {"hidden_dim": values["hidden_dim"] or 4 * values["dim"]}
     rope = config.rope_parameters
-    local = rope["sliding_attention"]["rope_theta"] if kind == "gemma3_text" else None
+    if kind == "gemma4_text" and (config.hidden_size_per_layer_input or config.num_kv_shared_layers):
+        raise NotImplementedError
+    local = rope["sliding_attention"]["rope_theta"] if kind in ("gemma3_text", "gemma4_text") else None
+    first = config.per_layer_config[0] if kind == "gemma4_text" else config
     values |= {
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "head_dim": getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rope_theta": float((rope["full_attention"] if local else rope)["rope_theta"]),  # raises for null
         "rope_scaling": None,
         "attention_bias": bool(values.get("attention_bias")),
@@ -100,7 +119,25 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     if kind == "phi3":
         int(rope["partial_rotary_factor"] * values["head_dim"])  # raises for null
         values["rotary_fraction"] = None if rope["partial_rotary_factor"] == 1 else rope["partial_rotary_factor"]
-    if kind.startswith("gemma"):
+    if kind.startswith("qwen3_5") or kind == "qwen3_next":
+        int(rope["partial_rotary_factor"] * values["head_dim"])  # raises for null
+        values |= {
+            "rotary_fraction": rope["partial_rotary_factor"],
+            "full_every": config.layer_types.index("full_attention") + 1,
+        }
+        if kind != "qwen3_5_text":
+            values["shared_experts"] = config.shared_expert_intermediate_size // config.moe_intermediate_size
+            values["hidden_dim"] = values["hidden_dim"] or config.moe_intermediate_size
+    elif kind == "gemma4_text":
+        last = config.per_layer_config[config.num_hidden_layers - 1]
+        values |= {
+            "global_every": config.layer_types.index("full_attention") + 1,
+            "global_head_dim": last.head_dim,
+            "global_kv_heads": None,
+            "global_rotary_fraction": rope["full_attention"]["partial_rotary_factor"],
+            "local_rope_theta": local,
+        }
+    elif kind.startswith("gemma"):
         values |= {
             "query_pre_attention_scalar": config.query_pre_attn_scalar,
             "score_soft_cap": config.attn_logit_softcapping,
@@ -144,11 +181,13 @@ def test_value_of_the_wrong_kind_is_refused_by_the_name_of_its_key(kind: str) ->
             if isinstance(wrong, type(default)):
                 continue
             try:
-                keys = models.get(kind).section.keys_from({"model_type": kind, key: wrong})
+                found = {"model_type": kind, **REQUIRED.get(kind, {}), key: wrong}
+                keys = models.get(kind).section.keys_from(found)
             except (ValueError, TypeError) as error:
                 assert key in str(error)
             else:
-                unread = ("reorder_and_upcast_attn", "scale_attn_weights")
+                unread = ["reorder_and_upcast_attn", "scale_attn_weights", "use_double_wide_mlp"]
+                unread += ["num_experts", "top_k_experts", "moe_intermediate_size"] * (kind == "gemma4_text")
                 assert wrong in keys.values() or key in unread, key
 
 
@@ -185,6 +224,7 @@ def test_run_started_with_another_value_keeps_it_if_the_key_is_typed(kind: str, 
     section = models.get(kind).section
     heads = 32 if kind == "deepseek_v3" else 8  # which has no other number
     found = {"model_type": kind, "head_dim": 16, "num_attention_heads": 32, "num_key_value_heads": heads}
+    found |= REQUIRED.get(kind, {})
     (folder / "config.json").write_text(json.dumps(found))
     now = section.keys_from(found)
     values: dict[str, Any] = {
@@ -232,11 +272,21 @@ def sized(kind: str, **changes: Any) -> Any:
     }  # fmt: skip
     sizes |= {} if kind == "gpt2" else {"kv_heads": 2}
     if kind in _EXPERTS:
-        sizes |= {"experts": 4, "experts_per_token": 2, "expert_hidden_dim": 24, "qk_norm": kind == "qwen3_moe"}
+        sizes |= {
+            "experts": 4,
+            "experts_per_token": 2,
+            "expert_hidden_dim": 24,
+            "qk_norm": _FORMS.get(kind, {}).get("qk_norm", False),
+        }
     if kind == "deepseek_v3":
         sizes |= {"kv_heads": 4, "query_rank": 20, "key_value_rank": 12, "plain_head_dim": 4, "rotary_head_dim": 4}
         sizes |= {"value_head_dim": 6}
-    if kind in ("glm4_moe", "deepseek_v3"):  # without one, transformers has matrices without elements
+    if kind in (
+        "glm4_moe",
+        "deepseek_v3",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    ):  # without one, transformers has matrices without elements
         sizes["shared_experts"] = 1
     if kind in ("mixtral", "gpt_oss"):  # all of their layers have experts
         sizes["expert_hidden_dim"] = sizes["hidden_dim"]

@@ -168,7 +168,7 @@ class Signals:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the job's time is up, of which the run needs some to end."""
+        """Whether the run must have stopped by now, because of the time limit of its job."""
         return self.deadline is not None and self.deadline.left_seconds() <= 0
 
     @property

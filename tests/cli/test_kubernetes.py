@@ -345,6 +345,28 @@ def test_pod_that_ended_as_the_run_does_is_not_lost_and_others_are() -> None:
     assert third.is_left.wait(10)
 
 
+def test_first_pod_tells_the_others_how_the_run_ended() -> None:
+    first, second = _attempts(2)
+    first.tell_done((75, "stopped at step 3: SIGTERM\n"))
+    first.close()
+    assert second.verdict_of_first_pod() == (75, "stopped at step 3: SIGTERM\n")
+    assert not second.is_left.is_set()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"done\n", b"done\n[75]\n", b"done\n[1, 2]\n", b'done\n[137, "x"]\n', b"killed\n"]
+)
+def test_pod_without_a_message_of_the_first_one_judges_alone(message: bytes) -> None:
+    first, second = _attempts(2)
+    (connection,) = first._others
+    connection.sendall(message)
+    first.close()
+    assert second.verdict_of_first_pod() is None
+    assert second.is_left.is_set() is not message.startswith(b"done")
+    second.close()
+
+
 @pytest.mark.slow
 def test_pod_of_a_killed_rank_counts_and_the_others_do_not(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,8 +16,6 @@ from testing.runs import losses, run_here, tiny_overrides
 from testing.s3_server import SECRET, S3Server
 from tests.support.job_controller import JobController
 
-pytestmark = pytest.mark.cloud
-
 
 def job_of(capsys: pytest.CaptureFixture[str], text: Path, url: str, *argv: str) -> dict[str, Any]:
     """Return the Job that a dry run prints."""
@@ -46,8 +44,16 @@ def step_in_logs(controller: JobController) -> int:
     return max((int(line.split()[1].partition("/")[0]) for line in lines), default=0)
 
 
-def test_drained_pods_are_replaced_and_the_run_has_the_undisturbed_losses(
-    server: S3Server, folder: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("drained", marks=pytest.mark.cloud),
+        pytest.param("lost node", marks=pytest.mark.slow),
+        pytest.param("lost first node", marks=pytest.mark.slow),
+    ],
+)
+def test_pod_that_ends_is_replaced_and_the_run_has_the_undisturbed_losses(
+    what: str, server: S3Server, folder: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = ("trainer.steps=20", "checkpoint.every=5")
     assert run_here(tiny_overrides(text, tmp_path / "alone", *steps)).code == 0
@@ -57,29 +63,39 @@ def test_drained_pods_are_replaced_and_the_run_has_the_undisturbed_losses(
     controller = JobController(job, workspace)
     disturbed: list[int] = []
 
-    def drain(running: JobController) -> None:
+    def disturb(running: JobController) -> None:
         if not disturbed and step_in_logs(running) >= 6:
             disturbed.append(1)
-            send(running.pods[1].process.pid, signal.SIGTERM)
+            pod = running.pods[0 if what == "lost first node" else 1]
+            if what == "drained":
+                send(pod.process.pid, signal.SIGTERM)
+            else:
+                pod.kill()
 
-    outcome = controller.run(drain)
+    outcome = controller.run(disturb)
     assert outcome == "Complete", controller.logs()
-    assert [end.code for end in controller.ended] == [75, 75, 0, 0], (controller.ended, controller.logs())
-    assert {end.message for end in controller.ended[:2]} == {controller.ended[0].message}
-    assert "stopped at step" in controller.ended[0].message
-    assert "SIGTERM" in controller.ended[0].message
+    assert controller.counted == 0, controller.ended
+    assert [end.action for end in controller.ended] == ["Ignore", "Ignore", "Complete", "Complete"], controller.logs()
     found = [line["loss"] for line in steps_recorded(server, folder)]
-    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert found[-5:] == pytest.approx(losses(tmp_path / "alone")[-5:], rel=1e-5)
     (last,) = [json.loads(line) for line in server.objects(folder)[f"{folder}/kubernetes/ends.jsonl"].splitlines()][-1:]
     assert (last["state"], last["step"]) == ("finished", 20)
     written = [path for path in workspace.rglob("*") if path.is_file()]
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+    if what != "drained":
+        return
+    assert [end.code for end in controller.ended] == [75, 75, 0, 0], (controller.ended, controller.logs())
+    assert {end.message for end in controller.ended[:2]} == {controller.ended[0].message}
+    assert "stopped at step" in controller.ended[0].message
+    assert "SIGTERM" in controller.ended[0].message
+    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     # A pod that is replaced after the end has nothing to do.
     environment = {"SERRIED_RUN_DIR": server.url(folder), "SERRIED_JOB": "uid-of-the-job", "JOB_COMPLETION_INDEX": "1"}
     assert str(Node({**os.environ, **environment}).earlier_end()).startswith("finished at step 20")
     assert Node({**os.environ, **environment, "SERRIED_JOB": "another"}).earlier_end() is None
 
 
+@pytest.mark.cloud
 def test_mistake_in_the_command_fails_the_job_at_once(
     server: S3Server, folder: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

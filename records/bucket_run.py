@@ -115,12 +115,15 @@ def new_request(head: Head) -> str | None:
 def write_request(url: str, word: str) -> None:
     """Ask the run at ``url`` to ``stop`` or to ``save``.
 
-    Raises ``UserError`` if there is no run, or the bucket cannot be written.
+    Raises ``UserError`` if there is no run, no process trains there, or the bucket cannot be written.
     """
     store = open_store(url)
     try:
-        if read_head(store) is None:
+        head = read_head(store)
+        if head is None:
             raise UserError(f"there is no run in {url}; use run.dir={url.partition('/')[0]}//BUCKET/PATH of a run")
+        if head.state != "held":  # the next start would follow the request
+            raise UserError(f"no process is training in {url}, so there is nothing to {word}; see serried status {url}")
         # A random number makes each request a new content, so that the same word can be asked for again.
         store.put(CONTROL, f"{word} {os.urandom(4).hex()}\n".encode())
     except StoreError as error:

@@ -12,6 +12,7 @@ from serried.records.files import write_atomically
 from serried.records.head import HEAD, Head
 from serried.records.mirror import download_records, records_folder, remove_records
 from serried.records.object_store import open_store
+from serried.records.status import read_status
 from serried.records.store import StoreError
 from serried.runtime.process import say
 from serried.saved import find_run, is_run
@@ -33,7 +34,9 @@ def _ask(words: list[str], word: str) -> int:
         write_request(check_bucket_url(given["run.dir"], "run.dir"), word)
     else:
         folder = find_run(given, word, is_run)
-        place = str(folder)
+        place, status = str(folder), read_status(folder)
+        if status is not None and status.state != "running":  # the next start would follow the request
+            raise UserError(f"no process is training in {place}, so there is nothing to {word}; see serried status")
         try:
             write_atomically(folder / CONTROL, f"{word}\n")
         except OSError as error:

@@ -227,11 +227,16 @@ def test_several_mistakes_are_reported_at_once(
 def test_requests_to_a_run_in_a_folder_are_in_its_control_file(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["stop", str(run_dir)]) == 78
+    assert f"no process is training in {run_dir}, so there is nothing to stop" in capfd.readouterr().err
+    ended = (run_dir / "status.json").read_text()
+    (run_dir / "status.json").write_text(ended.replace("finished", "running"))
     assert main(["save", str(run_dir)]) == 0
     assert (run_dir / "control").read_text() == "save\n"
     assert main(["stop", f"run.dir={run_dir}"]) == 0
     assert (run_dir / "control").read_text() == "stop\n"
     (run_dir / "control").unlink()
+    (run_dir / "status.json").write_text(ended)
     capfd.readouterr()
     assert main(["logs", str(run_dir)]) == 0
     assert capfd.readouterr().out == (run_dir / "log/rank-0.log").read_text()

@@ -50,6 +50,8 @@ def test_commands_read_the_checkpoints(trained: str, capfd: pytest.CaptureFixtur
     assert sum(parameter.numel() for parameter in package.load_model(trained).parameters()) > 10_000
     assert serried(["export", trained, "checkpoint=5", "out=other"]) == 78
     assert f"there is no checkpoint of step 5 in {trained}; use checkpoint=4 or checkpoint=6" in capfd.readouterr().err
+    assert serried(["stop", trained]) == 78
+    assert f"no process is training in {trained}, so there is nothing to stop" in capfd.readouterr().err
     assert serried(["stop", f"{trained}-not"]) == 78
     assert serried(["status", f"{trained}-not"]) == 78
     said = capfd.readouterr().err.splitlines()
@@ -77,8 +79,8 @@ def test_lost_head_is_rebuilt_after_asking(
 ) -> None:
     url = server.url(folder)
     assert run_here(tiny_overrides(text, url, "trainer.stop_at=4")).code == 75
-    serried(["stop", url])
     before = read_head(store := open_store(url))
+    store.put("control", b"stop")
     assert before is not None
     capfd.readouterr()
     assert serried(["repair", url]) == 78

@@ -19,10 +19,11 @@ import yaml
 from serried.configs.errors import EXIT_STOPPED, UserError
 from serried.configs.schema.sections import RunConfig
 from serried.launch.kubernetes.pod import GRACE_SECONDS, JOB, NODES, PORT, PROCESSES, RUN_DIR
-from serried.launch.kubernetes.submit import PROGRAM, check_name, program_there
+from serried.launch.kubernetes.submit import PROGRAM, check_name, program_there, refuse_relative_files
 from serried.runtime.process import processes_per_node, say
 
 _NOT_THERE = re.compile(r"(launch=|launch\.(name|nodes|processes)=|skypilot\.|run\.dir=)")
+_WORKDIR = "in a copy of the current folder on each node"
 _GRACE = 600
 """Seconds that the ranks get to stop. The cloud may give less."""
 
@@ -37,6 +38,8 @@ def submit(argv: Sequence[str], config: RunConfig) -> int:
     """
     _check(config)
     section, name = config.skypilot, config.run.name
+    if program_there(_WORKDIR) == PROGRAM:
+        refuse_relative_files(argv, "the nodes", "skypilot.file_mounts")
     words = [
         *(word for word in argv if not _NOT_THERE.match(word)),
         f"run.name={name}",
@@ -81,7 +84,7 @@ def task(config: RunConfig, words: Sequence[str]) -> Task:
         RUN_DIR: config.run.url, PROCESSES: processes_per_node(config.launch), GRACE_SECONDS: _GRACE,
         "MASTER_PORT": PORT,
     }  # fmt: skip
-    program = program_there("in a copy of the current folder on each node")
+    program = program_there(_WORKDIR)
     run = (
         'export MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) JOB_COMPLETION_INDEX=$SKYPILOT_NODE_RANK\n'
         f"export {NODES}=$SKYPILOT_NUM_NODES {JOB}=$SKYPILOT_TASK_ID\n"

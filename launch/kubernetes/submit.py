@@ -5,6 +5,7 @@ import posixpath
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -37,6 +38,8 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
     """
     _check(config)
     section = config.kubernetes
+    if section.claim is None:
+        refuse_relative_files(argv, "the pods", "kubernetes.claim=NAME, a volume with that path")
     run_dir = config.run.url or _on_volume(config.run.dir)
     if config.run.url is None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
@@ -109,6 +112,18 @@ def check_name(name: str) -> None:
             f"run.name={name} cannot be the name of a job: Kubernetes allows at most {_MOST_NAME} of a-z, 0-9 and -, "
             f"beginning with a letter; use run.name={usable}"
         )
+
+
+def refuse_relative_files(argv: Sequence[str], where: str, cure: str) -> None:
+    """Raise ``UserError`` if an override names a file here by a relative path, which is not ``where`` the run is."""
+    for word in argv:
+        key, _, value = word.partition("=")
+        if not value or Path(value).is_absolute() or not key.endswith((".path", ".tokenizer", ".teacher", ".resume")):
+            continue
+        with suppress(ValueError):  # no pattern
+            if next(Path().glob(value), None) is None:
+                continue
+            raise UserError(f"{word} is a file of this machine, not of {where}; use {key}=s3://BUCKET/PATH, or {cure}")
 
 
 def _check(config: RunConfig) -> None:

@@ -129,6 +129,8 @@ def test_pods_get_the_options_the_secret_and_a_grace_period_for_the_checkpoint(
         (["run.name=Llama_8B"], "run.name=Llama_8B cannot be the name of a job: Kubernetes allows at most 40 of"),
         (["kubernetes.claim=null"], "run.dir=runs/tiny would be inside the pods and vanish with them; use run.dir=s3:"),
         (["kubernetes.claim=null", "run.dir=s3://bucket/a", "--config-dir=docs"], "--config-dir=docs would not be in "),
+        (["kubernetes.claim=null", "run.dir=s3://bucket/a", "data=text", "data.path=docs/*.md"],
+         "data.path=docs/*.md is a file of this machine, not of the pods; use data.path=s3://BUCKET/PATH, or "),
         (["run.dir=../a"], "run.dir=../a is not on the volume kubernetes.claim=runs"),
         (["run.dir=/workspace/../tmp/a"], "run.dir=/workspace/../tmp/a is not on the volume kubernetes.claim=runs"),
         (["run.dir=/tmp/a"], "run.dir=/tmp/a is not on the volume kubernetes.claim=runs, mounted in the pods"),

@@ -111,6 +111,7 @@ def test_parser_of_skypilot_accepts_the_task(
     ("argv", "said"),
     [
         (["run.dir=runs/a"], "run.dir=runs/a would be on the disk of a machine and vanish with it; use run.dir=s3://"),
+        (["data=text", "data.path=docs"], "data.path=docs is a file of this machine, not of the nodes; use data."),
         (["run.name=Llama_8B"], "run.name=Llama_8B cannot be the name of a job: "),
         (["skypilot.image=null"], "launch=skypilot needs a container image with serried; build one from the "),
         (["skypilot.image=serried"], "skypilot.image=serried has no tag, so nodes may run different versions; use "),

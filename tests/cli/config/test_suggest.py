@@ -50,14 +50,15 @@ def overrides_in(sentence: str) -> list[str]:
 
 
 PRESETS = {"llama": "tiny", "mistral": "mistral7b", "gemma2": "gemma2_9b", "glm4_moe": "moe_tiny", "gpt2": "gpt2"}
-"""Of families, by the first of those that read a key."""
+"""Of families, by the first that has one among those that read a key."""
 
 
 @functools.cache
 def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]
-    family = [f"model={PRESETS[readers(key)[0]]}"] if key.startswith("model.") else []
+    reader = next((name for name in readers(key) if name in PRESETS), "")
+    family = [f"model={PRESETS[reader]}"] if key.startswith("model.") else []
     family += ["adapter=lora"] if key.startswith("adapter.") else []
     # It needs a model or adapters, and only train.py takes task=masked_lm.
     if key not in ("model.path", "adapter.path", "task.mask_share") and override != "model=auto":

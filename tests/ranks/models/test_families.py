@@ -230,20 +230,29 @@ def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(torch.cat(pieces, 1), whole[:, [12, *range(14, LENGTH)]], rtol=0, atol=1e-5)
 
 
-IMAGES = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
-    "num_position_embeddings": 16,
+IMAGES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
+        "num_position_embeddings": 16,
+    },
+    "gemma4": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+    },
 }  # fmt: skip
+IMAGES["qwen3_5_moe"] = IMAGES["qwen3_5"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_text_part_of_qwen_with_images_is_read(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", IMAGES)
+def test_text_part_of_model_with_images_is_read(kind: str, tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
     text = deepcopy(SIZES | FAMILIES[f"{kind}_text"])
-    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=IMAGES)
+    if kind == "gemma4":  # as in published models: tokens of an image attend to each other, those of a text do not
+        text["use_bidirectional_attention"] = "vision"
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=IMAGES[kind])
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     whole.save_pretrained(tmp_path)
     tokens = torch.arange(LENGTH).expand(2, -1)

@@ -48,11 +48,12 @@ def list_files(url: str, key: str) -> dict[str, Any]:
     bucket, *parts = place.split("/")
     fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), None)
     root = url if fixed is None else f"{scheme}://{'/'.join([bucket, *parts[:fixed]])}"
+    below = open_store(root, key)
     if fixed is None and parts:
         parent = open_store(url.rpartition("/")[0], key)
         if (found := parent.stat(parts[-1])) is not None:
             return _answer(parent.url, [Listed(parts[-1], *found)], is_folder=False)
-    objects = open_store(root, key).list("")
+    objects = below.list("")
     if fixed is None:
         files = [each for each in objects if is_visible(each.key)]
     else:

@@ -188,9 +188,7 @@ def test_lack_of_library_rights_and_space_is_one_line(
     with pytest.raises(UserError) as error:
         bucket_paths.bucket_files(url, "data.path")
     assert str(error.value) == f"data.path={url}: these credentials may not access it (access denied)"
-    with pytest.raises(
-        UserError, match=r"^data.path=s3://b/x: 8.9PiB to download, but only .* are free in .*; choose "
-    ):
+    with pytest.raises(UserError, match=r"^data.path=s3://b/x: .* to download, but only .* are free in .*; choose "):
         _check_space(tmp_path, 10**16, "s3://b/x", "data.path")
     (tmp_path / "obstore.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -276,6 +276,10 @@ READERS: tuple[Reader, ...] = (
         "checkpoint.keep_every={config.checkpoint.every}",
     ),
     Reader(
+        "checkpoint.upload_limit", lambda run: run.config.run.url is not None, f"{_NO_EFFECT} for a run in a folder",
+        "run.dir=s3://BUCKET/PATH",
+    ),
+    Reader(
         "checkpoint.keep_best", lambda run: not run.config.checkpoint.keep_best or run.saves_in_between,
         "has only one checkpoint to choose from with checkpoint.every={config.checkpoint.every}",
         "checkpoint.every={tenth} trainer.eval_every={tenth}",

@@ -12,7 +12,7 @@ import pytest
 from serried.records import object_store
 from serried.records.head import Entry, Head, read_head
 from serried.records.object_store import open_store
-from serried.trainer.checkpoint.bucket_checkpoints import download
+from serried.trainer.checkpoint.bucket_checkpoints import Pace, download
 from serried.trainer.checkpoint.manifest import check_files, read_manifest
 from serried.trainer.monitor.control_file import Control
 from serried.trainer.trainer import Trainer
@@ -216,6 +216,25 @@ def test_best_checkpoint_stays_by_what_the_head_says_of_it(server: S3Server, url
     assert f"; the best: checkpoints/{found[0].attempt}" in ended.printed
     requests = server.requests()[before:]
     assert not [request for request in requests if request.startswith("GET") and request.endswith("state.json")]
+
+
+def test_upload_limit_is_waited_for_until_training_waits(url: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    pace = Pace(1000.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("serried.trainer.checkpoint.bucket_checkpoints.time.monotonic", lambda: 7.0)
+        patched.setattr(pace._lifted, "wait", waits.append)
+        for _ in range(3):
+            pace.take(500)
+    assert waits == [0.5, 1.0, 1.5], "the clock stands still"
+    # At this limit, the last save would take two hours.
+    ended = run_here(tiny_overrides(text, url, "checkpoint.every=0", "checkpoint.upload_limit=0.02KB/s"))
+    assert ended.code == 0, ended.printed
+    refused = run_here(tiny_overrides(text, url, "checkpoint.upload_limit=5"))
+    assert refused.code == 78
+    assert "checkpoint.upload_limit=5 is not a rate in KB/s, MB/s or GB/s; e.g. checkpoint.upload_limit=500MB/s" in (
+        refused.printed
+    )
 
 
 def test_outage_during_a_save_costs_that_checkpoint_and_no_step(

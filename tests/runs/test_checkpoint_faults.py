@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -511,6 +512,26 @@ def _observed(look: Callable[[], None]) -> Iterator[None]:
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, observed(getattr(owner, name))))
         yield
+
+
+def test_a_save_makes_the_system_calls_that_it_always_made(text: Path, tmp_path: Path) -> None:
+    """Counts of version 0.2, by strace. Files: model, optimizer, config, state, two of the tokenizer, manifest."""
+    made: Counter[str] = Counter()
+
+    def counted(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **keywords: Any) -> Any:
+            if threading.current_thread().name.startswith("checkpoint"):
+                made[name] += 1
+            return change(*arguments, **keywords)
+
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((os, "fsync"), (os, "writev"), (Path, "rename"), (Path, "mkdir"), (os, "posix_fadvise")):
+            stack.enter_context(patch.object(owner, name, counted(name, getattr(owner, name))))
+        train(text, tmp_path / "run", "checkpoint.every=2", "checkpoint.keep=1")
+    # Three saves: each file, the folder before and after its rename. Two deletions: a rename and its folder.
+    assert made == {"fsync": 3 * (7 + 2) + 2, "writev": 3 * 2, "rename": 3 + 2, "mkdir": 3}
 
 
 def test_run_killed_at_any_point_of_a_save_resumes(text: Path, tmp_path: Path) -> None:

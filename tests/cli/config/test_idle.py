@@ -61,6 +61,7 @@ SITUATIONS = {
     "checkpoint.keep_every=30": "checkpoint.every=0",
     "checkpoint.keep_every=1k": "",
     "checkpoint.keep_every=40": "checkpoint.every=30",
+    "checkpoint.upload_limit=1GB/s": "",
     "checkpoint.keep_best=true": "checkpoint.every=300",
     "checkpoint.keep_best=True": "checkpoint.every=5 trainer.eval_every=7",
     "checkpoint.best_metric=loss": "",

@@ -59,9 +59,12 @@ class Pace:
         self._free_at = max(now, self._free_at) + nbytes / self._bytes_per_second
         self._lifted.wait(max(0.0, self._free_at - now))
 
-    def lift(self) -> None:
-        """Wait no more, since training waits for the upload."""
-        self._lifted.set()
+    def lift(self, is_lifted: bool) -> None:
+        """Lift the limit, or apply it again."""
+        if is_lifted:
+            self._lifted.set()
+        else:
+            self._lifted.clear()
 
 
 class BucketFiles:
@@ -114,8 +117,8 @@ class BucketCheckpoints:
         """``folder``: the scratch folder of the run, with the claim. None except on rank 0."""
         self._store, self._scratch, self._section, self._session = store, scratch, section, session
         self._folder = folder
-        self._pace: Pace | None = None
-        """Limit of the running save."""
+        limit = section.upload_bytes_per_second
+        self._pace = Pace(limit / session.local_world_size) if limit else None
         self._fetched: dict[Path, dict[str, Any]] = {}
         self._saves = 0
 
@@ -134,13 +137,11 @@ class BucketCheckpoints:
         return self._head.begin(step), None
 
     def files(self, attempt: str) -> BucketFiles:
-        limit = self._section.upload_bytes_per_second
-        self._pace = Pace(limit / self._session.local_world_size) if limit else None
         return BucketFiles(self._store, f"checkpoints/{attempt}", self._pace)
 
-    def hurry(self) -> None:
+    def hurry(self, is_urgent: bool) -> None:
         if self._pace is not None:
-            self._pace.lift()
+            self._pace.lift(is_urgent)
 
     def commit(
         self, attempt: str, step: int, files: Mapping[str, FileRecord], write_others: Callable[[Path], None],

@@ -75,8 +75,8 @@ class Checkpoints(Protocol):
     def lack_of_space(self, nbytes: int) -> str | None:
         """Return why a checkpoint of ``nbytes`` cannot be saved for lack of space, or None."""
 
-    def hurry(self) -> None:
-        """Lift ``checkpoint.upload_limit`` for the running save, since training waits for it. Called on all ranks."""
+    def hurry(self, is_urgent: bool) -> None:
+        """Lift ``checkpoint.upload_limit`` if training waits for the save, or apply it again. Called on all ranks."""
 
     def sweep(self) -> list[str]:
         """Remove the remains of interrupted saves. Returns a message for each problem. Does not raise."""
@@ -163,7 +163,7 @@ class FolderCheckpoints:
     def lack_of_space(self, nbytes: int) -> str | None:
         return lack_of_space(self._folder.parent, nbytes)
 
-    def hurry(self) -> None:
+    def hurry(self, is_urgent: bool) -> None:
         pass
 
     def sweep(self) -> list[str]:

@@ -257,11 +257,11 @@ class Checkpointer:
             has_changed = any(self._ranks.all(has_changed))
         if has_changed:
             self._plan_save()
+        self._checkpoints.hurry(self._copies.mode == "sync")
         writing = self._thread.submit(self._write_all, step, self._copies.take())
         self._final_state = Future()
         self._running = self._thread.submit(self._save, step, state, writing, self._final_state, started)
         if self._copies.mode == "sync":
-            self._checkpoints.hurry()
             with suppress(Exception):  # wait() raises it
                 writing.result()
         self._stall_seconds = time.perf_counter() - started
@@ -294,7 +294,7 @@ class Checkpointer:
             return None
         assert not self.is_begun, "it would wait forever"
         started = time.perf_counter()
-        self._checkpoints.hurry()
+        self._checkpoints.hurry(True)
         with suppress(Exception):
             self._running.result()
         self._stall_seconds += time.perf_counter() - started
@@ -320,7 +320,7 @@ class Checkpointer:
         if self._is_closed:
             return None
         self._is_closed = True
-        self._checkpoints.hurry()
+        self._checkpoints.hurry(True)
         if self._final_state is not None and not self._final_state.done():
             self._final_state.set_result(None)
             with suppress(RuntimeError):  # the store is gone if its host has failed

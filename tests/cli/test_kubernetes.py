@@ -1,5 +1,6 @@
 """``launch=kubernetes``: manifests that Kubernetes accepts, and pods that end so that the right thing follows."""
 
+import importlib
 import json
 import os
 import signal
@@ -11,11 +12,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-from kubeflow_trainer_api.models.trainer_v1alpha1_cluster_training_runtime import (
-    TrainerV1alpha1ClusterTrainingRuntime,
-)
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from serried.launch.kubernetes.manifests import FAILURE_POLICY
 from serried.launch.kubernetes.pod import Attempt, Node
@@ -27,10 +23,11 @@ from testing.runs import losses, run_here, tiny_overrides
 from tests.support.job_controller import JobController, action
 
 GIVEN = ("launch=kubernetes", "kubernetes.image=ghcr.io/me/serried:0.2", "kubernetes.claim=runs")
-MODELS: dict[str, Any] = {
-    "jobset": JobsetV1alpha2JobSet, "trainjob": TrainerV1alpha1TrainJob,
-    "runtime": TrainerV1alpha1ClusterTrainingRuntime,
-}  # fmt: skip
+MODELS = {
+    "jobset": "jobset_v1alpha2_job_set.JobsetV1alpha2JobSet",
+    "runtime": "trainer_v1alpha1_cluster_training_runtime.TrainerV1alpha1ClusterTrainingRuntime",
+    "trainjob": "trainer_v1alpha1_train_job.TrainerV1alpha1TrainJob",
+}
 VERSIONS = ("1.29", "1.31", "1.37")
 
 
@@ -78,7 +75,8 @@ def test_manifests_match_the_schemas_of_kubernetes_and_kubeflow(
     }[kind]  # fmt: skip
     jobs = [*found] if kind == "job" else []
     for document in found if kind != "job" else ():
-        model = MODELS[kind]
+        module, _, name = MODELS[kind].partition(".")  # imported here: it takes long, in all processes of tests
+        model = getattr(importlib.import_module(f"kubeflow_trainer_api.models.{module}"), name)
         assert names(document) <= names(json.loads(model.from_dict(document).to_json())), "unknown keys are dropped"
         if kind != "trainjob":
             jobset = document["spec"] if kind == "jobset" else document["spec"]["template"]["spec"]

@@ -188,6 +188,7 @@ def test_killed_sweep_leaves_no_run_and_a_second_one_is_refused(
     assert read_outcome(first, {}).state == "stopped"
 
 
+@pytest.mark.slow
 def test_grid_trains_every_run_and_status_updates_its_table(
     text: Path, tmp_path: Path, sweeps: list[Sweep], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,9 +181,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "stream" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_stops_and_changes_its_layout_trains_on_what_a_straight_one_does(
     kind: str, sources: dict[str, list[str]], cluster: Cluster, tmp_path: Path
 ) -> None:

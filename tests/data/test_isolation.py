@@ -148,15 +148,9 @@ def references(cluster: Cluster, short_documents: Path, tmp_path_factory: pytest
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "packing"),
-    [
-        pytest.param("ddp x2", "split", marks=pytest.mark.slow),
-        ("fsdp x2 (ZeRO-3)", "best_fit"),
-        pytest.param("ddp x2", "best_fit", marks=pytest.mark.slow),
-        pytest.param("fsdp x2 (ZeRO-3)", "split", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp x2", "fsdp x2 (ZeRO-3)"])
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_loss_of_isolated_documents_does_not_depend_on_the_layout(
     name: str, packing: str, references: dict[str, Curve], cluster: Cluster, short_documents: Path, tmp_path: Path
 ) -> None:

@@ -164,6 +164,7 @@ def test_blocks_that_do_not_exist_are_refused(blocks: tuple[str, ...], message: 
         ParallelPlan(blocks=blocks).for_model(OutsideOfModules(""))
 
 
+@pytest.mark.slow
 def test_a_zbv_run_evaluates_samples_and_resumes_with_the_same_bits(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

@@ -533,6 +533,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_and_trained(text: Path, tmp_path: Path) -> None:
     assert run_here(tiny_overrides(text, tmp_path / "made", "trainer.steps=1")).code == 0
     Hub.folder = retied(checkpoint(tmp_path / "made"), tmp_path / "retied", twice=True)

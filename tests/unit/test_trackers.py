@@ -55,6 +55,7 @@ def truth(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics(run_dir)]
 
 
+@pytest.mark.slow
 def test_killed_resumed_and_rolled_back_run_shows_each_step_once(text: Path, tmp_path: Path) -> None:
     """Killed at step 12 with its trackers, resumed at 10, rolled back from 15 to 13."""
     run_dir, store = tmp_path / "run", f"{tmp_path}/mlruns"

@@ -256,13 +256,8 @@ def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None
 LORA = ("recipe=lora", "adapter.modules=[q_proj,o_proj]", "adapter.rank=4", "optim.lr=0.01")
 
 
-@pytest.mark.parametrize(
-    ("name", "of_run"),
-    [
-        pytest.param(name, LORA if name == "granite" else (), marks=[pytest.mark.slow] * (name != "phi"))
-        for name in DIVIDED_MODELS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "of_run"), [(name, LORA if name == "granite" else ()) for name in DIVIDED_MODELS])
 def test_tensor_ranks_divide_a_model_by_its_own_plan(
     name: str, of_run: tuple[str, ...], cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:

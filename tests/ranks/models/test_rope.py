@@ -292,10 +292,8 @@ AXES = ("fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, 1f1b", "context x2, ring"
 OF_TYPES = dict.fromkeys(SCALED, (*AXES, "context x2"))
 
 
-@pytest.mark.parametrize(
-    ("preset", "axes"),
-    [("phi3_mini", ("context x2",)), *(pytest.param(*row, marks=pytest.mark.slow) for row in OF_TYPES.items())],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "axes"), [("phi3_mini", ("context x2",)), *OF_TYPES.items()])
 def test_scaled_rope_trains_alike_on_every_axis(
     preset: str, axes: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

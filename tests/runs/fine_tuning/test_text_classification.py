@@ -133,6 +133,7 @@ def test_config_that_names_another_model_is_refused(keys: dict[str, Any]) -> Non
         without_code({"model_type": "bert"} | keys)
 
 
+@pytest.mark.slow
 def test_shards_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     train(texts(folder, tmp_path / "whole", "trainer.deterministic=true"))
     argv = texts(folder, tmp_path / "stopped", "trainer.deterministic=true")

@@ -65,6 +65,7 @@ def assert_equal_runs(found: Path, want: Path, within: float = 1e-5) -> None:
 KTO = ["data.validation_fraction=0.25", "trainer.eval_every=2"]
 
 
+@pytest.mark.slow
 def test_answers_have_one_loss_on_any_number_of_ranks_and_micro_batches(
     cluster: Cluster, inputs: Path, tmp_path: Path
 ) -> None:

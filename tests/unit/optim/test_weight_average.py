@@ -83,6 +83,7 @@ def test_evaluation_uses_the_average(runs: tuple[Path, Path], cluster: Cluster) 
     assert math.isclose(found["loss"], ours["loss"], rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_average_is_the_same_on_other_layouts_and_after_a_resume(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

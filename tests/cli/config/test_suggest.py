@@ -30,6 +30,9 @@ NEEDED = {  # what else a suggestion needs to be a whole run; the message it the
     "data.token_dtype": ["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
     "data.train_on": ["data=text", "data.path=x", "data.format=chat"], "data.columns": ["data=text", "data.path=x"],
+    **{key: ["model=deepseek_v3"] for key in ("model.expert_groups", "model.groups_per_token", "model.value_head_dim")},
+    **{key: ["model=deepseek_v3"] for key in ("model.query_rank", "model.key_value_rank", "model.rotary_head_dim")},
+    "model.plain_head_dim": ["model=deepseek_v3", "model.value_head_dim=64"],
     "data.packing": ["data=text", "data.path=x"], "schedule.decay_fraction": ["schedule=wsd"],
     "task.loss": ["recipe=dpo", "data.path=x"], "task.margin": ["recipe=dpo", "data.path=x", "task.loss=cpo"],
     "task.nll_weight": ["recipe=dpo", "data.path=x"], "task.beta": ["recipe=dpo", "data.path=x"],
@@ -49,15 +52,18 @@ def overrides_in(sentence: str) -> list[str]:
     return [word.rstrip(",") for pair in found for word in pair if word]
 
 
-PRESETS = {"llama": "tiny", "mistral": "mistral7b", "gemma2": "gemma2_9b", "glm4_moe": "moe_tiny", "gpt2": "gpt2"}
-"""Of families, by the first that has one among those that read a key."""
+PRESETS = {
+    "llama": "tiny", "mistral": "mistral7b", "gemma2": "gemma2_9b", "glm4_moe": "moe_tiny", "gpt2": "gpt2",
+    "deepseek_v3": "deepseek_v3",
+}  # fmt: skip
+"""Of families. A key is tried with the first of these that reads it."""
 
 
 @functools.cache
 def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]
-    reader = next((name for name in readers(key) if name in PRESETS), "")
+    reader = next((name for name in PRESETS if name in readers(key)), "")
     family = [f"model={PRESETS[reader]}"] if key.startswith("model.") else []
     family += ["adapter=lora"] if key.startswith("adapter.") else []
     # It needs a model or adapters, and only train.py takes task=masked_lm.

@@ -288,6 +288,12 @@ DYNAMIC = "model.rope_scaling={rope_type: dynamic, factor: 8, original_max_seque
         ),
         (
             "cuda",
+            [BF16, "model=gpt_oss_20b", "model.attention=varlen"],
+            "error: model.attention=varlen does not support the attention sinks of model.family=gpt_oss",
+        ),
+        ("cpu", [BF16, "model=gpt_oss_20b"], "attention in blocks of rows"),
+        (
+            "cuda",
             [BF16, "model.attention=varlen", "parallel=fsdp", "parallel.context=-1"],
             "error: model.attention=varlen does not support parallel.context=-1",
         ),

@@ -50,7 +50,7 @@ class S3Server:
         }  # fmt: skip
         commands = (
             ("moto.server", "-H", "127.0.0.1", "-p", str(self._port)),
-            ("testing.faulty_proxy", str(self.proxy_port), str(self._port), str(seed)),
+            ("testing.faulty_proxy", str(self.proxy_port), str(self._port), str(seed), self._host),
         )
         self._processes = [subprocess.Popen([sys.executable, "-m", *command], **quiet) for command in commands]
         for port in (self._port, self.proxy_port):

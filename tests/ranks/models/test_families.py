@@ -22,6 +22,7 @@ from serried.parallel.layout.mesh import Layout
 from serried.parallel.parallelize import parallelize
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.kv_cache import Cache
+from serried.recipes.text.generation import chooser, continued
 from serried.trainer.checkpoint.tensors import load_weights
 from testing.rank_pool import ROOT, Cluster
 from tools.key_tables import families
@@ -228,6 +229,23 @@ def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(again.eval()(batches[0]).logits, whole, rtol=0, atol=1e-5)
         pieces = [ours(piece, cache=cache) for piece in batches[0].split([13, 2, *[1] * (LENGTH - 15)], 1)]
         torch.testing.assert_close(torch.cat(pieces, 1), whole[:, [12, *range(14, LENGTH)]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text, keys are values", "qwen3_next", "qwen3_5_moe_text"])
+def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """With the cache, past the window."""
+    prompt, new = 9, 40
+    theirs = saved(name, tmp_path, tie_word_embeddings=False)
+    family, ours = opened(tmp_path)
+    tokens = torch.randint(ROWS, (1, prompt), generator=torch.Generator().manual_seed(1))
+    settings = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "max_new_tokens": new}
+    expected = theirs.generate(tokens, eos_token_id=-1, pad_token_id=0, **settings)[0, prompt:].tolist()
+    greedy = chooser(temperature=0, top_p=1, seed=0)
+    layers, device = family.cached_layers, torch.device("cpu")
+    made = continued(ours, tokens[0].tolist(), layers=layers, tokens=new, choose=greedy, device=device)
+    assert list(made) == expected
+    assert len({*expected}) > 1, "a model that repeats itself would compare equal to much"
 
 
 IMAGES: dict[str, dict[str, Any]] = {

@@ -39,13 +39,16 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "longrope, all keys": {"factor": 3.0, "attention_factor": 1.3},
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }  # fmt: skip
-PARTIAL = ("glm4_moe", "phi3", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+PARTIAL = ("glm4_moe", "phi3", "qwen3_5_text")
 """Families that rotate a part of each head."""
+SAME = ("qwen3_next", "qwen3_5_moe_text")
+"""Families whose blocks with attention are those of ``qwen3_5_text``."""
 ALL = [
     (family, kind)
     for family in FAMILIES
+    if family not in SAME
     for kind in TYPES
-    if family != "gpt2" and "," not in family and (family != "phi3" or kind.startswith("longrope"))
+    if "," not in family and kind.partition(",")[0] in getattr(models.get(family).section, "rope_types", ())
     if "," not in kind or family in ("qwen3", "phi3", "gemma3_text", "deepseek_v3")
 ]
 """Optional keys are those of the type, whatever the family, except in Gemma 3."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,14 +17,11 @@ from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, SourceSection, alone
 from serried.configs.schema.data import sources as registered
 from serried.recipes.data.samples.token_dataset import Batch, PackedDataset, Sample, TokenDataset
+from serried.recipes.data.sources.mixture import WeighBy
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _MEASURED_SAMPLES = 256
 """Number of samples of each source from which its mean number of targets is estimated."""
-
-
-WeighBy = Literal["tokens", "samples", "size"]
-"""Unit of the weights of a mixture."""
 
 Samples = TokenDataset | PackedDataset
 """Sequences of one source, by number."""

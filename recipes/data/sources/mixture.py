@@ -1,11 +1,14 @@
 """Mixture of several sources, each with its share of the training data."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
 from serried.configs.schema.data import Sources, SourceSection, sources
-from serried.recipes.data.samples.mixture_dataset import WeighBy
+
+WeighBy = Literal["tokens", "samples", "size"]
+"""Unit of the weights of a mixture."""
 
 
 class MixtureSection(SourceSection):

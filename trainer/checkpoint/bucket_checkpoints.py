@@ -119,7 +119,6 @@ class BucketCheckpoints:
         self._folder = folder
         limit = section.upload_bytes_per_second
         self._pace = Pace(limit / session.local_world_size) if limit else None
-        self._fetched: dict[Path, dict[str, Any]] = {}
         self._saves = 0
 
     @property
@@ -470,7 +469,10 @@ def abort_uploads(store: Store, is_orphan: Callable[[str], bool]) -> int:
     prefix = f"{url.path.strip('/')}/checkpoints/".lstrip("/")
     aborted = 0
     try:
-        client = boto3.client("s3", config=Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 5}))
+        region = os.environ.get("AWS_REGION") or None  # boto3 knows only AWS_DEFAULT_REGION
+        client = boto3.client(
+            "s3", region_name=region, config=Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 5})
+        )
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=url.netloc, Prefix=prefix)
         for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
             if is_orphan(upload["Key"].removeprefix(prefix)):

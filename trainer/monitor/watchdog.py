@@ -57,9 +57,6 @@ class Watchdog:
         self._judge = _Judge(section, session, self._interval, self._say) if session.rank <= 1 else None
         self._closing = threading.Event()
         self._answers = 0
-        self._lost_seconds = 0.0
-        """Time that this rank has continued since a rank is known to be gone."""
-        self._failed_by: set[type[Exception]] = set()
         self._store: Store | None = None
         self._neighbours = _Neighbours(session)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -81,6 +78,7 @@ class Watchdog:
 
     def _run(self) -> None:
         last, is_closing = time.monotonic(), False
+        failed_by: set[type[Exception]] = set()
         while not is_closing:  # report immediately: nothing is judged before all ranks have reported
             now = time.monotonic()
             # Limited, because a machine that slept, or a suspended job, has not hung.
@@ -90,8 +88,8 @@ class Watchdog:
             except RuntimeError:  # the store is unreachable: try again over a new connection
                 self._store = None
             except Exception as error:  # a failure of the watchdog must not end the run
-                if type(error) not in self._failed_by:
-                    self._failed_by.add(type(error))
+                if type(error) not in failed_by:
+                    failed_by.add(type(error))
                     self._console.say(f"WARNING    the watchdog of rank {self._session.rank} failed: {error!r}")
                     self._console.log(traceback.format_exc())
             is_closing = self._closing.wait(self._interval)
@@ -113,8 +111,7 @@ class Watchdog:
             self._end.asked_by_another(store, json.loads(store.get("end")))
         if (lost := self._neighbours.lost(store)) is not None:
             self._session.cause.lost = str(lost["reason"])
-            self._lost_seconds += elapsed * (self.pulse.now.phase != END)
-            if self._lost_seconds > _LEAVES_WITHIN_SECONDS:
+            if self._neighbours.has_waited(0.0 if self.pulse.now.phase == END else elapsed):
                 self._end.after_loss(lost)
         if self._judge is not None and (judged := self._judge(store, elapsed)) is not None:
             self._end.of_all_ranks(store, *judged, self._say)
@@ -211,6 +208,8 @@ class _Neighbours:
         self._sockets: PeerSockets | None = None
         self._silent: dict[int, tuple[int, int]] = {}
         """Number of the latest report of each rank without connections, and the looks since it arrived."""
+        self._waited_seconds = 0.0
+        """Time that this rank has continued since a rank is known to be gone."""
 
     def lost(self, store: "Store") -> dict[str, Any] | None:
         """Return the first rank that is known to be gone, and the reason to report; None if there is none."""
@@ -222,6 +221,11 @@ class _Neighbours:
             if store.check([_key(peer)]):
                 self._look_at(store, Beat(**json.loads(store.get(_key(peer)))))
         return json.loads(store.get("lost")) if store.check(["lost"]) else None
+
+    def has_waited(self, elapsed: float) -> bool:
+        """Add ``elapsed`` seconds since a rank is known to be gone. Return whether this rank must leave by itself."""
+        self._waited_seconds += elapsed
+        return self._waited_seconds > _LEAVES_WITHIN_SECONDS
 
     def _look_at(self, store: "Store", beat: Beat) -> None:
         """Report the rank of ``beat``, to which all connections are closed, once its heartbeat has stopped too.

@@ -69,9 +69,8 @@ def pytest_runtest_setup() -> None:
 
     random.seed(1)
     np.random.seed(1)
-    torch.default_generator.manual_seed(
-        1
-    )  # torch.manual_seed also writes down the stack, for devices that are not there
+    # torch.manual_seed also writes down the stack, for devices that are not there.
+    torch.default_generator.manual_seed(1)
 
 
 @pytest.fixture(autouse=True)

@@ -147,6 +147,8 @@ def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
         return
     url, key = check_bucket_url(out, "out"), "out"
     root, _, name = url.rpartition("/")
+    if root.endswith(":/"):
+        raise UserError(f"{key}={url} names a whole bucket; name a file or folder in it: {key}={url}/NAME")
     if not replaces:
         _ask("refuse_taken", url, key)
     with TemporaryDirectory(prefix="serried-", dir=os.environ.get("SERRIED_SCRATCH")) as folder:

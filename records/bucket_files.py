@@ -248,7 +248,7 @@ def _bounded(pool: ThreadPoolExecutor, function: Any, arguments: Iterator[tuple[
 def upload(path: Path, url: str, key: str) -> int:
     """Write the file ``path``, or all files in the folder ``path``, to ``key=url``. Returns the number of objects.
 
-    Raises ``UserError`` if there are objects at ``url`` already, or it cannot be written.
+    Existing objects are replaced; see ``refuse_taken``.
     """
     url = check_bucket_url(url, key)
     root, _, name = url.rpartition("/")

@@ -197,6 +197,10 @@ class AlternatingSection(MistralSection):
     def window(self, layer: int) -> int | None:
         return None if (layer + 1) % self.global_every == 0 else self.sliding_window
 
+    def described(self) -> dict[str, Any]:
+        # Transformers needs a number even if no block has a window.
+        return super().described() | {"sliding_window": self.sliding_window or self.max_sequence_length}
+
 
 def global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
     """Return n such that every n-th layer attends to all tokens: ``every``, unless ``layer_types`` is given."""

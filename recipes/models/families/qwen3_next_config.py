@@ -74,6 +74,11 @@ class Qwen35Section(LlamaSection):
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
+        if self.full_every > self.layers:
+            yield (
+                f"model.full_every={self.full_every} with model.layers={self.layers} leaves no block with attention, "
+                f"which transformers cannot compute; use model.full_every={self.layers}"
+            )
         if self.linear_value_heads % self.linear_key_heads:
             yield (
                 f"model.linear_value_heads={self.linear_value_heads} is not a multiple of "
@@ -123,7 +128,9 @@ def _full_every(found: Mapping[str, Any], layers: int) -> int:
     kinds = found.get("layer_types")
     if kinds is None:
         return int(found.get("full_attention_interval") or 4)
-    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
+    if "full_attention" not in kinds:
+        raise ValueError("has layer_types without full_attention, which transformers cannot compute")
+    every = kinds.index("full_attention") + 1
     if kinds != ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(layers)]:
         raise ValueError(
             "has layer_types where not every n-th layer is full_attention and the others linear_attention; other "

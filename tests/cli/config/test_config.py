@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, create_model
 
+from serried.configs.bucket_paths import output_path
 from serried.configs.compose import FOLDER, compose
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
@@ -679,6 +680,12 @@ def test_mistake_in_the_url_of_a_bucket_names_its_key(key: str) -> None:
     assert refusal(*words, f"{key}=s3://") == f"no bucket in {key}=s3://; use s3://BUCKET/PATH"
     said = refusal(*words, f"{key}=s3://name:secret@bucket/folder")
     assert said.startswith(f"{key} contains a user, a query or a fragment; credentials belong in the environment ")
+
+
+def test_output_that_names_a_whole_bucket_is_refused() -> None:
+    reason = r"^out=s3://bucket names a whole bucket; .*: out=s3://bucket/NAME$"
+    with pytest.raises(UserError, match=reason), output_path("s3://bucket/"):
+        pass
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs/one", "gs://bucket/runs/one/", "az://bucket/runs/one"])

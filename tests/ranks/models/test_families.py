@@ -580,6 +580,7 @@ def test_small_model_with_published_keys_opens_both_ways(preset: str, tmp_path: 
             {"layer_types": ["full_attention"] * 47 + ["linear_attention"]},
             "has layer_types where not every n-th layer is full_attention and the others linear_attention",
         ),
+        ("qwen3_next_80b", {"layer_types": ["linear_attention"] * 48}, "has layer_types without full_attention"),
         (
             "qwen3_next_80b",
             {"shared_expert_intermediate_size": 700},
@@ -599,6 +600,34 @@ def test_model_that_a_family_would_compute_differently_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset] | changes))
     with pytest.raises(UserError, match=reason):
         compose(["model=auto", f"model.path={tmp_path}"])
+
+
+@pytest.mark.parametrize("preset", ["gpt_oss_20b", pytest.param("gemma2_9b", marks=pytest.mark.slow)])
+def test_model_without_windows_opens_in_transformers(preset: str, tmp_path: Path) -> None:
+    """Transformers makes the mask of a window even if no block has one."""
+    import transformers
+
+    sizes = {"dim": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_dim": 24, "vocab_multiple": 1}
+    sizes |= {"experts": 4, "expert_hidden_dim": 24} if preset == "gpt_oss_20b" else {}
+    words = [f"model.{key}={value}" for key, value in sizes.items()]
+    own = ["model.vocab_size=null", "model.max_sequence_length=64", "model.sliding_window=null"]
+    section = compose([f"model={preset}", *words, *own, "data.tokenizer=bytes"]).model
+    family = family_of(models.get(section.family).load(), section, ROWS)
+    (tmp_path / "config.json").write_text(json.dumps(family.export_config(0)))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    theirs.save_pretrained(tmp_path)
+    _, ours = opened(tmp_path)
+    tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_model_of_linear_attention_alone_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"^model\.full_every=5 with model\.layers=4 leaves no block with attention, .*=4$"
+    ):
+        compose(["model=qwen35_800m", "model.layers=4", "model.full_every=5", "data.tokenizer=bytes"])
 
 
 def test_context_axis_with_linear_attention_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Files in a bucket, read through a cache on this node: ``s3://BUCKET/PATH`` as the value of a key that names files.
 
-The bucket is listed and read by a process of its own (``serried.records.bucket_files``), because a process that has
+A separate process (``serried.records.bucket_files``) lists and reads the bucket, because a process that has
 used the bucket library must not fork. A URL is listed once per composed config, so all its files are of one version.
 """
 
@@ -40,7 +40,7 @@ class _Settings:
     def __init__(self) -> None:
         self.listings: dict[str, BucketFiles] = {}
         self.downloaded: dict[str, str] = {}
-        """URL by folder of the cache that it was downloaded to."""
+        """URLs by the folder of the cache that they were downloaded to."""
 
 
 _settings = _Settings()
@@ -48,12 +48,12 @@ _settings = _Settings()
 
 @dataclass(frozen=True)
 class BucketFiles:
-    """Objects that a URL names. They can be downloaded, all or some of them."""
+    """Objects at a URL, all or some of which can be downloaded."""
 
     url: str
     """URL that the names are relative to."""
     key: str
-    """Config key that named them, for messages."""
+    """Config key that was set to the URL, for messages."""
     is_folder: bool
     """Whether the URL named a folder, not an object or a glob."""
     files: dict[str, tuple[int, str]]
@@ -72,7 +72,7 @@ class BucketFiles:
 
 
 def bucket_files(url: str, key: str, *, again: bool = False) -> BucketFiles:
-    """List the objects that ``key=url`` names: an object, a folder or a glob. ``again``: even if this process has
+    """List the objects that ``key=url`` names: an object, a folder or a glob. ``again``: also if this process has
     listed them before.
 
     Raises ``UserError`` if there are none, the URL is invalid, or the bucket cannot be read.
@@ -86,7 +86,7 @@ def bucket_files(url: str, key: str, *, again: bool = False) -> BucketFiles:
 
 
 def forget_listings() -> None:
-    """List buckets again when they are used next. Call this at the start of a command or run."""
+    """Forget all listings, so that buckets are listed again. Call this at the start of a command or run."""
     _settings.listings.clear()
 
 
@@ -113,7 +113,7 @@ def with_urls(text: str) -> str:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a file of a folder matches ``pattern``, which is of the same folder."""
+    """Return whether ``name`` matches ``pattern``. Both are relative to the same folder."""
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
@@ -136,8 +136,8 @@ def answer_here(answer: Callable[[dict[str, Any]], Any]) -> None:
 
 @contextmanager
 def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield the path that ``out=`` names. For a URL of a bucket it is a temporary path: what was written is uploaded at
-    the end of the block, with other files that were written beside it.
+    """Yield the path that ``out=`` names. For a URL of a bucket it is a temporary path: the file or folder there is
+    uploaded at the end of the block, after other files that were written next to it.
 
     ``replaces``: existing objects may be replaced. Raises ``UserError`` if there are objects at the URL, or it cannot
     be written.
@@ -155,7 +155,7 @@ def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
         _settings.downloaded[folder] = root
         try:
             yield Path(folder) / name
-            for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == name):  # what was named comes last
+            for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == name):  # ``name`` comes last
                 _ask("upload", f"{root}/{path.name}", key, path=str(path))
         except UserError as error:
             raise UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head)) from error
@@ -184,7 +184,7 @@ def _ask(kind: str, url: str, key: str, **more: Any) -> Any:
 def ask_process(module: str, request: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> Any:
     """Run ``module`` in a new interpreter with a request of plain data, and return its answer.
 
-    ``show`` is called with its lines of progress, which are left out if they follow each other quickly. Raises
+    ``show`` is called with its progress lines, some of which are skipped if they follow each other quickly. Raises
     ``UserError`` if the process reported one, or was killed.
     """
     shown, every = time.monotonic(), _EVERY_SECONDS_LIVE if is_terminal() else _EVERY_SECONDS

@@ -14,7 +14,7 @@ _ENVIRONMENT = {
 
 
 def is_bucket_url(text: object) -> bool:
-    """Return whether ``text`` is meant as a URL of a bucket. ``check_bucket_url`` tells whether it is a valid one."""
+    """Return whether ``text`` is meant as a URL of a bucket. ``check_bucket_url`` validates it."""
     return isinstance(text, str) and bool(re.match(rf"({'|'.join(SCHEMES)}):/", text, re.IGNORECASE))
 
 

@@ -67,7 +67,7 @@ def _check_rights(store: Store, found: BucketReport) -> None:
 
 
 def _refuses(store: Store, key: str, tag: str, found: BucketReport) -> None:
-    """Check that the store refuses to create what exists, and to replace what has changed."""
+    """Check that the store refuses to create an object that exists, and to replace one that has changed."""
     store.put(key, b"2", tag)
     for condition, expect in (("If-None-Match", ABSENT), ("If-Match", tag)):
         try:

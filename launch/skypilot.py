@@ -25,7 +25,7 @@ from serried.runtime.process import processes_per_node, say
 _NOT_THERE = re.compile(r"(launch=|launch\.(name|nodes|processes)=|skypilot\.|run\.dir=)")
 _WORKDIR = "in a copy of the current folder on each node"
 _GRACE = 600
-"""Seconds that the ranks get to stop. The cloud may give less."""
+"""Time for the ranks to stop. The cloud may give less."""
 
 Task = dict[str, Any]
 
@@ -104,7 +104,7 @@ def task(config: RunConfig, words: Sequence[str]) -> Task:
 
 
 class _Script(str):
-    """Text that YAML shows line by line."""
+    """Text that is written to YAML as a block of lines."""
 
 
 class _Dumper(yaml.SafeDumper):

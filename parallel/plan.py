@@ -287,8 +287,8 @@ class Context:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """Return the attention of this rank's queries to the keys and values of all ranks.
 
-        ``k`` and ``v`` are this rank's keys and values. ``sinks`` [H] are scores of a further key of each head, whose
-        value is zero.
+        ``k`` and ``v`` are this rank's keys and values. ``sinks`` [H] are the scores of an additional key per head,
+        whose value is zero.
         """
         if sinks is None:
             return self.attend_locally(q, k, v, mask)
@@ -296,12 +296,12 @@ class Context:
 
 
 def with_sinks(mixed: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Return attention with a further key of each head, whose value is zero.
+    """Return attention with an additional key per head, whose value is zero.
 
     Args:
         mixed: Attention without that key, [B, H, Q, E].
         logsumexp: Logsumexp of the scores of each query, [B, H, Q] fp32.
-        sinks: Score of the further key, [H].
+        sinks: Scores of the additional keys, [H].
     """
     share = torch.sigmoid(logsumexp - sinks.float().unsqueeze(-1))  # of the other keys in the softmax
     return (mixed * share.unsqueeze(-1)).to(mixed.dtype)

@@ -1,7 +1,7 @@
 """Listing, download and upload of files in a bucket, as a process: ``python -m serried.records.bucket_files``.
 
 A process that has used the bucket library must not fork, and a launcher or a user's program may fork at any time. So
-``configs.bucket_paths`` runs this module in an interpreter of its own. It reads one request from stdin and writes lines
+``configs.bucket_paths`` runs this module in a separate interpreter. It reads one request from stdin and writes lines
 of JSON to stdout: progress, then the answer or the error.
 """
 
@@ -28,7 +28,7 @@ from serried.records.object_store import open_store
 from serried.records.store import Conflict, Listed, Store, StoreError
 
 _AT_ONCE = 16
-"""Number of requests at a time."""
+"""Maximum number of concurrent requests."""
 _PIECE_BYTES = 8 * 2**20
 
 
@@ -93,7 +93,7 @@ def _is_match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 def _answer(root: str, objects: Sequence[Listed], *, is_folder: bool) -> dict[str, Any]:
     names = {each.key for each in objects}
     folders = {name[:at] for name in names for at in range(len(name)) if name[at] == "/"}
-    # Consoles mark an empty folder by an empty object of its name.
+    # Cloud consoles represent an empty folder by an empty object with its name.
     files: list[tuple[str, int, str]] = sorted(
         (each.key, each.size_bytes, each.tag) for each in objects if each.size_bytes or each.key not in folders
     )
@@ -225,7 +225,7 @@ def download_objects(store: Store, files: Sequence[ObjectCopy], show: Callable[[
 
 
 def _bounded(pool: ThreadPoolExecutor, function: Any, arguments: Iterator[tuple[Any, ...]]) -> None:
-    """Call ``function`` on the threads of ``pool`` with each of ``arguments``, of which few are made in advance. Raises
+    """Call ``function`` on the threads of ``pool`` with each of ``arguments``, which are generated when needed. Raises
     the first error."""
     waiting: set[Future[None]] = set()
     try:

@@ -29,7 +29,7 @@ from serried.records.store import ABSENT, Expect, Store, StoreError
 CONTROL = "control"
 """Name of the file in a run folder, and of the object in a bucket, that contains the user's request."""
 _JOBS = ("SERRIED_JOB", "SLURM_JOB_ID")
-"""Variables with the name of the scheduler's job, which ends a process of a run before it starts the next."""
+"""Variables with the name of a job whose scheduler ends one process of a run before it starts the next."""
 _MOST_BYTES = 100
 
 
@@ -62,7 +62,7 @@ class BucketRun:
         self._mirror.start()
 
     def _announce(self) -> None:
-        """Make the records of this start those of the run. Called when all of them have been uploaded once."""
+        """Make this start's records the records of the run. Called once all of them have been uploaded."""
 
         def name_records(new: HeadContent) -> None:
             new.records = new.epoch
@@ -72,14 +72,14 @@ class BucketRun:
         remove_records(self.head.store, [content.epoch, *(run.records for run in content.earlier)])
 
     def close(self) -> None:
-        """Upload what is left, and end the claim."""
+        """Upload the remaining records, and end the claim."""
         if (self._folder.has_begun or self._folder.has_new_status) and self.head.is_ours:
             self._mirror.close()
         self.head.release()
 
 
 def _replace_records(folder: Path, head: Head) -> None:
-    """Replace the records in ``folder``, which may be of another start on this node, by those in the bucket."""
+    """Replace the records in ``folder``, which may belong to another start, by the records in the bucket."""
     for name in {*RECORDS} - {"wandb"}:  # which only this node has
         path = folder / name
         if path.is_dir() and not path.is_symlink():
@@ -166,7 +166,7 @@ def rebuilt_head(store: Store) -> tuple[HeadContent, Expect | str]:
 
 
 def _is_complete(store: Store, attempt: str, sizes: Mapping[str, int]) -> bool:
-    """Return whether the manifest of ``attempt`` is there, and all files that it lists have their sizes."""
+    """Return whether the manifest of ``attempt`` exists, and all files that it lists have the listed sizes."""
     found = store.get(f"{CHECKPOINTS}/{attempt}/{MANIFEST}")
     if found is None:
         return False

@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "MANIFEST.json"
 
 PATIENCE_SECONDS, RENEW_SECONDS = 45.0, 10.0
-"""Time after which a run whose owner does not renew its claim is free, and interval of renewals."""
+"""Time without a renewal after which a claim expires, and interval of renewals."""
 _VERSION = 1
 _TRIES = 30
 _ATTEMPT = re.compile(r"[0-9]{8,255}-[0-9]{1,20}-[0-9a-f]{8}", re.ASCII)
@@ -88,7 +88,7 @@ class HeadContent:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further plain data about the run, by name."""
     nonce: str = ""
-    """Differs with every write."""
+    """Random value that differs in every write."""
 
     def named(self) -> set[str]:
         """Return the attempts of all checkpoints, including those that were set aside."""
@@ -157,7 +157,7 @@ class Head:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._nonces: set[str] = set()
         self._active: set[str] = set()
-        """Attempts of this process that are being written, or whose fate is not known yet."""
+        """Attempts of this process that are being written, or whose outcome is not known yet."""
         self._doubtful: set[str] = set()
         """Attempts whose commit got no answer, and may take effect until the tag of the head has changed."""
         self._fenced: str | None = None
@@ -305,7 +305,7 @@ class Head:
                 time.sleep(min(5.0, 0.1 * 2**number))
             else:
                 raise problem or Unclear(f"cannot write {self.store.where(HEAD)}")
-            # The tag has changed, so a doubtful write of before can no longer take effect.
+            # The tag has changed, so an earlier write without an answer can no longer take effect.
             self._active -= self._doubtful
             self._doubtful.clear()
 
@@ -344,7 +344,7 @@ class Head:
         return attempt
 
     def commit(self, entry: Entry, change: Callable[[HeadContent], None]) -> list[Entry]:
-        """Name ``entry``, whose files are complete, in place of an earlier checkpoint of the same step.
+        """Add ``entry``, whose files are complete, to the head. It replaces an earlier checkpoint of the same step.
 
         ``change`` is applied in the same write, and may remove other checkpoints. Returns the entries that are no
         longer named, and whose files the caller removes.

@@ -65,7 +65,7 @@ class Mirror:
         self._prefix = records_folder(epoch)
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._sent: dict[str, tuple[int, int, float]] = {}
-        """Time of change and size of each file when it was uploaded, and when that was, from ``time.monotonic``."""
+        """Modification time and size of each file when it was uploaded, and the ``time.monotonic()`` of the upload."""
         self._metrics = _Segments(store, self._prefix, folder / METRICS)
         self._is_failing = False
         self._thread = threading.Thread(target=self._look_again_and_again, daemon=True, name="records")
@@ -75,10 +75,7 @@ class Mirror:
         self._thread.start()
 
     def flush(self) -> None:
-        """Upload the metrics and the status now; the first time, all records.
-
-        Raises ``StoreError`` if the store does not take them.
-        """
+        """Upload the metrics and the status now; the first time, all records. Raises ``StoreError`` if that fails."""
         with self._lock:
             if self._announce is not None:
                 self._send_others()
@@ -90,13 +87,13 @@ class Mirror:
                 self._announce = None
 
     def send_all(self) -> None:
-        """Upload all records now. Raises ``StoreError`` if the store does not take them."""
+        """Upload all records now. Raises ``StoreError`` if that fails."""
         self.flush()
         with self._lock:
             self._send_others()
 
     def close(self) -> None:
-        """Stop the thread and upload what is left. An error is a warning."""
+        """Stop the thread and upload the remaining records. An error is printed as a warning."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -162,7 +159,7 @@ class _Segments:
         """Inode of the file whose segments were uploaded. A rollback replaces the file."""
 
     def send(self) -> None:
-        """Upload the segments that have changed. Raises ``StoreError`` if the store does not take them."""
+        """Upload the segments that have changed. Raises ``StoreError`` if that fails."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             stat = os.fstat(file.fileno())
             count = -(-stat.st_size // SEGMENT_BYTES)
@@ -244,7 +241,7 @@ def download(store: Store, key: str, size_bytes: int, path: Path) -> None:
 
 
 def remove_records(store: Store, kept: Sequence[int]) -> None:
-    """Remove the records of all starts but those with an epoch in ``kept``. An error is ignored: the next start repeats
+    """Remove the records of all starts except the epochs in ``kept``. An error is ignored: the next start repeats
     it."""
     with suppress(StoreError):
         keep = {str(epoch) for epoch in kept}

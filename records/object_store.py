@@ -21,18 +21,18 @@ from serried.records.store import ANY, Conflict, Expect, Listed, Store, StoreErr
 PART_BYTES = 16 * 2**20
 _SMALL_BYTES = 2**20
 _SMALL_SECONDS, _PART_SECONDS, _CONNECT_SECONDS = 5.0, 20.0, 5.0
-"""Limit in seconds of one request with at most ``_SMALL_BYTES``, with more, and of connecting."""
+"""Time limits of a request of at most ``_SMALL_BYTES``, of a larger one, and of connecting."""
 _RETRY_SECONDS = 180.0
 _FIRST_WAIT_SECONDS = 0.5
 _READS = 5
-"""Number of tries of a read: the library does not repeat all of those whose body breaks off."""
+"""Number of attempts of a read: the library does not repeat every read whose body is cut off."""
 _PARTS_AT_ONCE = 6
 
 _REFUSALS = (
     "NoSuchBucket", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch",
     "RequestTimeTooSkewed",
 )  # fmt: skip
-"""Error codes of S3 for requests that had no effect, and whose repetition would have none."""
+"""Error codes of S3 for requests that had no effect, and would fail again."""
 
 _Read = TypeVar("_Read")
 
@@ -87,7 +87,7 @@ def _has_aws_credentials() -> bool:
 
 
 def _is_amazon_instance() -> bool:
-    """Return whether this may be an instance with a role. Elsewhere the library would ask for one for minutes."""
+    """Return whether this may be an instance with a role. Elsewhere the library would search for minutes."""
     try:
         vendor = Path("/sys/class/dmi/id/sys_vendor").read_text("utf-8")
     except OSError:
@@ -226,7 +226,7 @@ class ObjectStore:
         raise AssertionError
 
     def _tag(self, meta: Any) -> str:
-        """Return what a later write may expect. Google compares the version (generation), others the e_tag."""
+        """Return the tag that a later write may expect. Google compares the version (generation), others the e_tag."""
         e_tag, version = meta.get("e_tag") or "", meta.get("version") or ""
         if e_tag.startswith("0x"):  # in listings of Azure
             e_tag = f'"{e_tag}"'
@@ -234,7 +234,7 @@ class ObjectStore:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether the store refused a request, which repeating would not change."""
+    """Return whether the store refused a request, so that it would refuse a repetition too."""
     code = re.search(r"<Code>(\w+)</Code>", str(error))
     return code is not None and code[1] in _REFUSALS
 
@@ -357,8 +357,8 @@ class ObjectUpload:
 
 
 class _Abort:
-    """End of a queue of parts whose upload is given up."""
+    """Marks the end of the queue of parts when the upload is aborted."""
 
 
 class _Aborted(Exception):
-    """Raised in the library's iterator of parts, so that it removes those that were sent."""
+    """Raised in the library's iterator of parts, so that it removes the parts already sent."""

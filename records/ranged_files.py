@@ -1,4 +1,4 @@
-"""Files whose bytes are read from a bucket by ranges. Only their headers lie in the local folder.
+"""Files whose data is read from a bucket in byte ranges. Only their headers are in the local folder.
 
 A checkpoint in a bucket is used through a local folder with its small files. Its safetensors files there have the real
 size and the real header, but no data: this process reads any range of the data from the bucket, and compares it with
@@ -20,7 +20,7 @@ from serried.records.store import Store, StoreError
 BLOCK_BYTES = 2**20
 """Number of bytes with one checksum."""
 _READS = 2
-"""Number of times that a range with a wrong checksum is read, as it may have been damaged on the way."""
+"""Number of attempts to read a range with a wrong checksum, which may have been damaged in transit."""
 
 
 class DamagedFile(UserError):

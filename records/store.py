@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Expect(Enum):
-    """Condition of a write that is not the tag of an earlier content."""
+    """Conditions of a write other than a tag."""
 
     ANY = "any"
     ABSENT = "absent"
@@ -54,14 +54,14 @@ class Upload(Protocol):
         """
 
     def finish(self) -> None:
-        """Complete the object. Raises ``StoreError`` unless it is there as a whole."""
+        """Complete the object. Raises ``StoreError`` if that fails."""
 
     def abort(self) -> None:
-        """Write nothing more, and remove the parts that were sent."""
+        """Abort the upload, and remove the parts that were sent."""
 
 
 class Store(Protocol):
-    """Objects by key below one URL. Tags change with every content, and are compared only for equality."""
+    """Objects by key below one URL. A tag changes with the content, and is compared only for equality."""
 
     url: str
 
@@ -77,7 +77,7 @@ class Store(Protocol):
         """
 
     def put(self, key: str, content: bytes, expect: Expect | str = ANY) -> str:
-        """Write a small object if the present one is as ``expect`` says: anything, absent, or of a tag.
+        """Write a small object if the present one is as expected: anything, absent, or with a given tag.
 
         Returns the new tag.
 

@@ -39,7 +39,7 @@ _AZURE_ENDS, _AZURE_RESTARTS = ("Preempt", "Terminate"), ("Reboot", "Redeploy")
 
 
 class Notice(NamedTuple):
-    """What the cloud announces."""
+    """Announcement of a cloud."""
 
     text: str
     ends: bool
@@ -47,7 +47,7 @@ class Notice(NamedTuple):
 
 
 class NoAnswer(Exception):
-    """Raised if the metadata service does not answer, or not as this cloud's does. The message is the reason."""
+    """Raised if the metadata service does not answer as this cloud's does. The message is the reason."""
 
 
 class Metadata:
@@ -185,7 +185,7 @@ def _first(name: str, metadata: Metadata) -> Notice | None:
 
 
 class _Watcher:
-    """Passes on notices as requests to stop or to save."""
+    """Turns notices into requests to stop or to save."""
 
     def __init__(
         self, cloud: str, ask: Callable[[], Notice | None], signals: Signals, closing: threading.Event

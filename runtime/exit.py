@@ -164,7 +164,7 @@ class Cause:
         self.hears_of_losses = False
         """Whether the watchdog sets ``lost`` if a rank is gone."""
         self.lost: str | None = None
-        """A clause on the rank whose process has ended without a word."""
+        """Clause about the rank whose process has ended without an error message."""
         self.processes: list[int] = []
         """Process ids by rank. An id is valid on the machine of its rank."""
         self._local_ranks = local_ranks

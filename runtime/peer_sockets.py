@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _CONNECTS_WITHIN_SECONDS = 2.0
 _DESCRIPTORS = Path("/proc/self/fd")
 _ESTABLISHED = 1
-"""First byte of ``struct tcp_info`` of an open connection; another one if the peer has closed it."""
+"""First byte of ``struct tcp_info`` of an open connection; it differs once the peer has closed it."""
 
 
 class _Connection(NamedTuple):
     path: Path
     name: str
-    """Name of the socket in ``/proc``, which no later socket has."""
+    """Name of the socket in ``/proc``, which is not reused."""
     local: str
     remote: str
 
@@ -83,7 +83,7 @@ def first_node_is_gone() -> str:
 
 
 def first_node_refuses() -> bool:
-    """Return whether the first node answers that its store has ended."""
+    """Return whether the first node refuses connections because its store has ended."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     try:
         socket.create_connection(address, _CONNECTS_WITHIN_SECONDS).close()

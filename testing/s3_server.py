@@ -1,4 +1,4 @@
-"""The S3 server moto in a process of its own on loopback, behind a proxy that can spoil requests and counts them."""
+"""The S3 server moto in a separate process on loopback, behind a proxy that can spoil requests and counts them."""
 
 import json
 import random
@@ -153,7 +153,7 @@ class S3Server:
 
 
 def _free_port() -> int:
-    """Return a port that no other process is given for a connection, as these have higher numbers."""
+    """Return a free port below the range from which the system chooses ports of connections."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as probe:

@@ -278,7 +278,7 @@ def _nearest_family(model_type: str) -> str:
 
 def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
     """Return the folder ``name``. If it is a name on the Hub or a URL, download the files that match ``patterns``.
-    Raises ``UserError`` if there is no such folder, and it cannot be downloaded."""
+    Raises ``UserError`` if the folder neither exists nor can be downloaded."""
     if is_bucket_url(name):
         return Path(local_path(name, key, *patterns))
     if is_address(name):

@@ -46,7 +46,7 @@ def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[s
     defaults, aliases = DEFAULTS.get(kind, {}), ALIASES.get(kind, {})
     named = [key for key in found if key not in aliases] + [key for key in found if key in aliases]
     values = {aliases.get(key, key): found[key] for key in named}  # transformers reads alternative names last
-    if values.get("rope_parameters", {}) is None:  # the same as left out
+    if values.get("rope_parameters", {}) is None:  # equivalent to leaving it out
         del values["rope_parameters"]
     for key in NOT_NULL.get(kind, ()):
         if key in values and values[key] is None:

@@ -105,7 +105,7 @@ class Registry:
         return [self._entries[name] for name in sorted(self._entries, key=self._rank)]
 
     def is_found_elsewhere(self, name: str) -> bool:
-        """Return whether another process knows the entry ``name``: it is built in, or of an installed package."""
+        """Return whether other processes have the entry ``name``: it is built in, or from an installed package."""
         self._load_built_in()
         is_ours = name in self._entries and self._entries[name].own.__module__.startswith("serried.")
         return is_ours or name in self._installed

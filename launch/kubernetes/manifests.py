@@ -230,8 +230,8 @@ def _jobset_spec(config: RunConfig, template: Manifest, labels: Manifest | None 
 def _trainjob(config: RunConfig, pod: _Pod) -> list[Manifest]:
     """Return a TrainJob, whose runtime sets the number and addresses of the pods.
 
-    Its patches cannot set a pod failure policy, so every end of a pod but 0 follows the policy of the runtime. It has
-    no time after which it is removed: Kubeflow would start a failed one again (kubeflow/trainer#3737).
+    Its patches cannot set a pod failure policy, so every non-zero exit of a pod follows the runtime's policy. It sets
+    no time to live: Kubeflow would start a failed one again (kubeflow/trainer#3737).
     """
     template = pod.template("")["spec"]
     container = template["containers"][0]
@@ -266,7 +266,7 @@ def _trainjob(config: RunConfig, pod: _Pod) -> list[Manifest]:
 
 
 def _runtime(config: RunConfig, pod: _Pod) -> list[Manifest]:
-    """Return a ClusterTrainingRuntime with what a TrainJob cannot set: the rules for pods that failed, and secrets."""
+    """Return a ClusterTrainingRuntime with the settings that a TrainJob lacks: rules for failed pods, and secrets."""
     template = pod.template("")
     container = template["spec"]["containers"][0]
     for given in ("args", "env"):  # by the TrainJob

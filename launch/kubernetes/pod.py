@@ -58,7 +58,7 @@ _MOST_ENDS_BYTES = 2**20
 _BUCKET_RETRY_SECONDS, _VERDICT_SECONDS = 20.0, 60.0
 _GO = b"go\n"
 _DONE = b"done\n"
-"""Message of a pod that ended as the run did. From the first pod, the exit code and the reason follow as JSON."""
+"""Message of a pod that ended because the run did. In the first pod's, the exit code and reason follow as JSON."""
 _KILLED = b"killed\n"
 
 
@@ -135,7 +135,7 @@ class Attempt:
         self._is_over.set()
 
     def verdict_of_first_pod(self) -> tuple[int, str] | None:
-        """Wait for the exit code and the reason of the first pod; None if it gives none. Call it on other pods."""
+        """Wait for the exit code and the reason of the first pod; None if it sends none. Called on other pods."""
         self._is_over.wait(_VERDICT_SECONDS)
         return self._verdict
 
@@ -147,7 +147,7 @@ class Attempt:
             other.close()
 
     def tell_done(self, verdict: tuple[int, str] | None = None) -> None:
-        """Tell the other pods that the ranks here ended with the run. Ranks elsewhere may take longer to end.
+        """Report to the other pods that the run has ended here. Ranks elsewhere may take longer to end.
 
         ``verdict``: exit code and reason, from the first pod.
         """
@@ -392,9 +392,10 @@ class Node:
 
 
 class _EndsInBucket:
-    """Ends of the starts of a run in a bucket. Pods read them before their ranks start, and the first pod adds to them.
+    """Records of how the starts of a run in a bucket ended. Pods read them before their ranks start, and the first pod
+    adds to them.
 
-    Without an answer of the bucket nothing is read or added: the ranks report why.
+    If the bucket does not answer, nothing is read or added, and the ranks report the reason.
     """
 
     def __init__(self, url: str) -> None:

@@ -115,7 +115,7 @@ def check_name(name: str) -> None:
 
 
 def refuse_relative_files(argv: Sequence[str], where: str, cure: str) -> None:
-    """Raise ``UserError`` if an override names a file here by a relative path, which is not ``where`` the run is."""
+    """Raise ``UserError`` if an override names a local file by a relative path, since the run is ``where``."""
     for word in argv:
         key, _, value = word.partition("=")
         if not value or Path(value).is_absolute() or not key.endswith((".path", ".tokenizer", ".teacher", ".resume")):

@@ -26,7 +26,7 @@ from serried.runtime.process import is_started
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
 _MOST_IMBALANCE = 1.1
-"""Maximum number of samples of a rank, relative to the smallest possible maximum, for an automatic micro-batch."""
+"""Bound on the samples of the busiest rank, relative to the smallest possible, for an automatic micro-batch."""
 _version_of = cache(version)  # cached, because a search checks thousands of layouts
 
 
@@ -143,7 +143,7 @@ def check_zero_bubble(schedule: str, torch_version: str) -> None:
 def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
     """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, largest first.
 
-    Of values with uneven shares, those remain with which no rank has many more samples than it must.
+    With uneven shares, values with which a rank has many more samples than necessary are left out.
 
     Raises:
         UserError: There is no such value.

@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     attended: float = 1.0
     """Share of the attention scores that sliding windows keep."""
     latent_projections: int = 0
-    """Number of parameters in the matrices of an attention with latent vectors; 0: it has none."""
+    """Number of parameters in the matrices of an attention with latent vectors; 0 without them."""
 
     @property
     def width(self) -> int:

@@ -232,7 +232,7 @@ def test_ranks_of_other_hosts_end_soon_after_the_first_host(how: str, hosts: Hos
 
 
 def test_run_in_a_bucket_resumes_on_one_host_after_the_other_is_lost(hosts: Hosts, text: Path, tmp_path: Path) -> None:
-    """Each host has a disk of its own, which is empty when the host starts and ends with it."""
+    """Each host has its own disk, which is empty when the host starts and ends with it."""
     disk, outputs = tmp_path / "disk", [tmp_path / f"{host}.log" for host in range(3)]
     disk.mkdir()
     variables = {"HOME": str(disk), "SERRIED_SCRATCH": str(disk / "scratch"), "AWS_ALLOW_HTTP": "true"}

@@ -232,7 +232,7 @@ def command(*words: str, where: Path) -> "subprocess.Popen[str]":
 
 
 COMPARED = {"parity": parity, "determinism": determinism, "resume": resume}
-"""Checks that compare runs, many of them."""
+"""Checks that compare many runs."""
 
 
 @pytest.mark.slow

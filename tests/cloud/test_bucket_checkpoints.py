@@ -125,7 +125,7 @@ def test_run_resumes_on_two_ranks_with_the_losses_of_a_run_in_a_folder(
 
 
 def flip_last_bit(server: S3Server, key: str) -> None:
-    """Change an object behind everybody's back."""
+    """Damage an object of the bucket."""
     content = bytearray(server.objects(key)[key])
     content[-9] ^= 1
     server.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))

@@ -24,7 +24,7 @@ Files = dict[str, bytes]
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of this test alone."""
+    """Caches that only this test uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SERRIED_SCRATCH", raising=False)
     bucket_paths.forget_listings()

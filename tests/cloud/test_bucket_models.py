@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cloud
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of this test alone."""
+    """Caches that only this test uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SERRIED_SCRATCH", raising=False)
     bucket_paths.forget_listings()
@@ -190,4 +190,4 @@ def test_nodes_without_a_common_disk_train_from_a_model_in_a_bucket(
     prepared = [list((tmp_path / f"disk-{number}" / "serried").glob("*/summary.json")) for number in range(2)]
     assert [len(folders) for folders in prepared] == [1, 1]
     weights = [list((tmp_path / f"disk-{number}").rglob("downloads/*/contents/*")) for number in range(2)]
-    assert len(weights[0]) == len(weights[1]) + 30  # the text is on the node that prepared alone
+    assert len(weights[0]) == len(weights[1]) + 30  # only the node that prepared has the text

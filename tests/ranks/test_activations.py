@@ -177,7 +177,7 @@ def test_blocks_keep_at_least_their_inputs() -> None:
 
 def kept_after_forward(model: nn.Module, tokens: Tensor) -> int:
     """Bytes that torch's allocator holds more after a forward."""
-    gc.collect()  # else the profile may count that what an earlier one saw is freed
+    gc.collect()  # otherwise the profile may count the release of memory that an earlier one saw
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = model(tokens, tokens)
     found = sum(each.self_cpu_memory_usage for each in profiled.events() or ())

@@ -444,7 +444,7 @@ def test_rank_without_connections_is_gone_only_if_its_heartbeat_has_stopped_befo
 def test_killed_rank_of_another_node_is_named_at_once_and_the_run_resumes(
     how: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    """Also if the training threads hear nothing of its end, as on a GPU. The time limit of a step is ten minutes."""
+    """Also if the training threads do not notice its end, as on a GPU. The time limit of a step is ten minutes."""
     argv = short(text, tmp_path, step_timeout_seconds=600)
     with pytest.raises(AssertionError) as ended:
         cluster.run(3, "tests.runs.test_watchdog:train_on_nodes", 120, 60, argv=argv, how=how, rank=1, step=5)

@@ -188,7 +188,7 @@ def test_login_node_does_not_check_the_torch_version_of_a_job(monkeypatch: pytes
 
 
 def test_automatic_micro_batch_of_uneven_shares_keeps_them_within_a_tenth() -> None:
-    """Of 1024 samples on 7 replicas, one has 147 at least: 160 with micro-batches of 32, 192 with 64."""
+    """With 1024 samples on 7 replicas, one has at least 147: 160 with micro-batches of 32, 192 with 64."""
     config = compose([*TINY, "parallel=ddp", "parallel.uneven=true", "trainer.global_batch=1024"])
     layout = resolve_layout(config.parallel, 7)
     assert allowed_micro_batches(config, layout) == [32, 16, 8, 4, 2, 1]

@@ -161,7 +161,7 @@ class BucketCheckpoints:
                 if found is None or found[0] != text:
                     raise
             assert self._folder is not None
-            self._folder.upload()  # whoever resumes from this checkpoint has the records of its steps
+            self._folder.upload()  # a run that resumes from this checkpoint needs the records of its steps
             entry = Entry(step, attempt, sum(record.size for record in records.values()), _validation(state))
             gone = self._head.commit(entry, lambda new: self._retain(new, state))
         except (Fenced, StoreError) as error:
@@ -221,7 +221,7 @@ class BucketCheckpoints:
 
     @contextmanager
     def _noting(self, notes: list[str], what: str) -> Iterator[None]:
-        """Context manager that appends a failure to ``notes``. The commit stands, and a later sweep does the rest."""
+        """Context manager that appends a failure to ``notes``. The commit stands; a later sweep removes the rest."""
         try:
             yield
         except (Fenced, StoreError, UserError) as error:
@@ -286,7 +286,7 @@ class BucketCheckpoints:
 
 
 def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str]:
-    """Keep what would be in the way of a start after ``start_step`` (None: a new run) apart from the run in the bucket.
+    """Set aside an earlier run (``start_step`` is None), or checkpoints newer than ``start_step``.
 
     Returns notes for the user. Called on rank 0.
     """
@@ -318,7 +318,7 @@ def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str
     except StoreError as error:
         raise UserError(f"cannot set an earlier run aside: {error}") from None
     if start_step is None and folder.holds_a_run():
-        folder.set_run_aside()  # the records of before, in the scratch folder
+        folder.set_run_aside()  # the earlier records, in the scratch folder
     return [note]
 
 
@@ -326,9 +326,9 @@ def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str
 
 
 def fetch_contents(store: Store, entry: Entry) -> dict[str, Any]:
-    """Return what a local folder of the checkpoint needs, as plain data: the small files and the headers.
+    """Return the contents of a local folder of the checkpoint, as plain data: the small files and the headers.
 
-    Raises ``Damaged`` if a file is missing or not as the manifest says, or ``StoreError``.
+    Raises ``Damaged`` if a file is missing or differs from the manifest, or ``StoreError``.
     """
     found = store.get(f"{entry.prefix}/{MANIFEST}")
     if found is None:
@@ -452,7 +452,7 @@ def _download(store: Store, key: str, path: Path, record: FileRecord) -> None:
 
 
 def abort_uploads(store: Store, is_orphan: Callable[[str], bool]) -> int:
-    """Remove uploads in parts that were started and not finished. Returns their number.
+    """Remove unfinished multipart uploads. Returns their number.
 
     obstore cannot list them, so this needs boto3 and S3. Otherwise a lifecycle rule of the bucket removes them.
     ``is_orphan`` is called with the part of the key after ``checkpoints/``.

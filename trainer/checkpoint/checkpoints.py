@@ -1,4 +1,4 @@
-"""Checkpoints of a run while it trains: where a save is written, committed, and when old ones are removed."""
+"""Checkpoints of a run while it trains: where a save is written, how it is committed, and when old ones are removed."""
 
 import os
 import shutil
@@ -85,7 +85,7 @@ class Checkpoints(Protocol):
         """Return the paths of the checkpoints, newest first, without verifying them. May raise ``OSError``."""
 
     def open(self, path: Path) -> str | None:
-        """Make the checkpoint ``path`` readable, and verify what is not verified while it is read.
+        """Make the checkpoint ``path`` readable, and verify the files that are not verified while they are read.
 
         Returns a description of its damage, or None. This is a collective call.
         """

@@ -99,7 +99,7 @@ def find_start(
     checkpoints = checkpoints_of(config, session, folder)
     chosen = session.once(partial(_candidates, config, checkpoints, pretrained))
     notes, damages = list(chosen["notes"]), []
-    # Scratch folders may differ between nodes, so own checkpoints are names.
+    # Scratch folders may differ between nodes, so the run's own checkpoints are identified by name.
     for path in (config.run.dir / CHECKPOINTS / name for name in chosen["candidates"]):
         is_own = path.parent == config.run.dir / CHECKPOINTS
         problem = known_damage.get(path) or (checkpoints.open(path) if is_own else damage(path, session))
@@ -195,7 +195,7 @@ def _not_read(error: OSError, folder: Path) -> UserError:
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     if found := _checkpoints_in(path):
         own_folder = config.run.dir / CHECKPOINTS
-        if found[0].resolve().parent == own_folder.resolve():  # an own checkpoint, by any spelling of its path
+        if found[0].resolve().parent == own_folder.resolve():  # a checkpoint of this run, however its path is spelled
             found = [Path(checkpoint.resolve().name) for checkpoint in found]
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if (path / STATE).exists():

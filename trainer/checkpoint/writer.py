@@ -29,7 +29,7 @@ class Files(Protocol):
     """Whether the records of the files have a checksum for each MiB."""
 
     def open(self, name: str) -> None:
-        """Create a file. Its predecessor is not appended to any more. Raises ``OSError``."""
+        """Create a file. The previous file is not written to any more. Raises ``OSError``."""
 
     def append(self, name: str, contents: list[memoryview], size: int) -> None:
         """Write to the file that was opened last. ``size``: its size in bytes afterwards. Raises ``OSError``."""

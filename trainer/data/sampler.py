@@ -93,7 +93,7 @@ class Mixture(Protocol):
     parts: Mapping[str, Part]
     """Sources by name, in the order of their sample numbers."""
     is_shuffled_together: bool
-    """Whether the samples of all sources have one common order, each once per epoch, as those of a single source."""
+    """Whether the samples of all sources are shuffled together, each used once per epoch, like a single source."""
 
 
 @runtime_checkable
@@ -272,7 +272,8 @@ class BatchShare(NamedTuple):
     def positions(self) -> range:
         """Positions of this rank's micro-batches among the micro-batches of a global batch.
 
-        Micro-batches are dealt out in turn, so some ranks have one more if their number is not a multiple of the ranks.
+        Micro-batches are assigned round-robin, so some ranks have one more if the number of ranks does not divide
+        theirs.
         """
         return range(self.data_rank, self.global_batch // self.micro_batch, self.data_ranks)
 

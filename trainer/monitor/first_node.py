@@ -30,7 +30,7 @@ class FirstNodeWatch:
 
         Args:
             answers: Returns the number of answers from the store so far.
-            end: Ends this process; takes the phase of this rank and what the store does.
+            end: Ends this process; takes the phase of this rank and a clause about the store.
             closing: Set when the thread is to end.
         """
         self._session, self._pulse = session, pulse

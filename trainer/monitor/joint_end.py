@@ -96,7 +96,7 @@ class JointEnd:
         os._exit(EXIT_STOPPED)
 
     def without_first_node(self, moment: Moment, how: str) -> NoReturn:
-        """End this process because the store is gone. ``how``: what the store does, as the end of a sentence.
+        """End this process because the store is gone. ``how``: behavior of the store, as the end of a sentence.
 
         Writing to the run folder has a time limit, because its disk may be on the first node.
         """

@@ -4,8 +4,8 @@ The training thread only records the phases that it enters (``Pulse.enter``, an 
 reports them about once a second through the rendezvous store, over its own connection. Rank 0's thread reads all
 reports. Rank 1's thread does too, and prints if rank 0 has fallen silent. A run makes no progress if none of its ranks
 enters a new phase. Then the rank that the others wait for is reported, first in a warning, and finally as the reason
-for a resumable end of all ranks. A rank whose process has ended without a word is reported at once by ranks on other
-nodes, whose connections to it are closed.
+for a resumable end of all ranks. A rank whose process has ended without an error message is reported at once by ranks
+on other nodes, whose connections to it are closed.
 
 If the first node fails, the store and the judging ranks fail with it. The ranks of other nodes detect this on their
 own.
@@ -195,7 +195,7 @@ class _Judge:
 
 
 class _Neighbours:
-    """Reports a rank on another node whose process has ended without a word.
+    """Reports a rank on another node whose process has ended without an error message.
 
     Each rank watches its connections to the ranks in its place on the next nodes.
     """
@@ -207,7 +207,7 @@ class _Neighbours:
         session.cause.hears_of_losses = bool(self._peers)
         self._sockets: PeerSockets | None = None
         self._silent: dict[int, tuple[int, int]] = {}
-        """Number of the latest report of each rank without connections, and the looks since it arrived."""
+        """Number of the latest report of each rank without connections, and the number of checks since it arrived."""
         self._waited_seconds = 0.0
         """Time that this rank has continued since a rank is known to be gone."""
 
@@ -223,14 +223,14 @@ class _Neighbours:
         return json.loads(store.get("lost")) if store.check(["lost"]) else None
 
     def has_waited(self, elapsed: float) -> bool:
-        """Add ``elapsed`` seconds since a rank is known to be gone. Return whether this rank must leave by itself."""
+        """Add ``elapsed`` seconds since a rank is known to be gone. Return whether this rank must exit on its own."""
         self._waited_seconds += elapsed
         return self._waited_seconds > _LEAVES_WITHIN_SECONDS
 
     def _look_at(self, store: "Store", beat: Beat) -> None:
         """Report the rank of ``beat``, to which all connections are closed, once its heartbeat has stopped too.
 
-        A network may close connections that are not in use. A rank that fails or finishes reports its end before.
+        A network may close connections that are not in use. A rank that fails or finishes reports that first.
         """
         number, looks = self._silent.get(beat.rank, (0, 0))
         self._silent[beat.rank] = beat.number, looks + 1 if number == beat.number else 0

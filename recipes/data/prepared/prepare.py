@@ -239,7 +239,7 @@ def _prepare_files(
     section: DataSection, cache: Path, tokenizer: Tokenizer | None, at_url: "_Memo | None", progress: Progress,
     shared: SharedCache | None,
 ) -> Prepared:  # fmt: skip
-    """Open the source, and prepare it unless this is done already."""
+    """Open the source, and prepare it unless that was done before."""
     source = open_source(section)
     settings = _settings(section, tokenizer, source.validation_split)
     joins = _joins_pieces(section, tokenizer, source)

@@ -29,7 +29,7 @@ from serried.records.object_store import open_store
 from serried.records.store import ABSENT, Conflict, Expect, Listed, Store, StoreError
 
 PATIENCE_SECONDS = 45.0
-"""Time without a sign of life after which another process takes over."""
+"""Time without an update of the claim after which another process takes over."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 _KINDS = ("bin", "starts", "supervised", "weights", "places", "crc32")
 _FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-([0-9]{{5,}})\.(?:{'|'.join(_KINDS)})|tokenizer\.json")
@@ -105,17 +105,17 @@ class SharedCache:
             for name in ["tokenizer.json", *names]:
                 if (folder / name).exists():
                     send_file(self._store, f"{key}/{name}", folder / name)
-            self._store.put(f"{key}/{done}", content)  # last: it stands for the other files
+            self._store.put(f"{key}/{done}", content)  # last, since it marks the other files as complete
 
         self._uploads.append(self._pool.submit(send, (folder / done).read_bytes()))
 
     def wait_for_jobs(self) -> None:
-        """Wait until the files of all finished jobs are uploaded. Raises ``StoreError`` if one is not."""
+        """Wait until the files of all finished jobs are uploaded. Raises ``StoreError`` if an upload failed."""
         while self._uploads:
             self._uploads.pop().result()
 
     def publish(self, key: str, folder: Path) -> None:
-        """Upload what is missing of the complete data ``key`` in ``folder``."""
+        """Upload the files of the complete data ``key`` in ``folder`` that the bucket lacks."""
         objects = self._objects(key)
         for file in sorted(folder.iterdir()):
             there = objects.get(file.name)
@@ -148,7 +148,7 @@ class SharedCache:
 
 
 class _Claim:
-    """An object that says which process works. Only its changes count; no clock of another machine is used."""
+    """Object that names the process at work, which changes it to show that it is alive. Clocks are not compared."""
 
     def __init__(self, store: Store, key: str, patience_seconds: float) -> None:
         self._store, self._key, self._patience_seconds = store, key, patience_seconds
@@ -161,7 +161,7 @@ class _Claim:
         """Host of the process that holds the claim."""
 
     def take(self) -> bool:
-        """Take the claim if it is free, or its holder has not written it for some time. Return whether this process
+        """Take the claim if it is free, or its holder has not renewed it for some time. Return whether this process
         holds it."""
         found = self._store.get(self._key)
         if found is None:
@@ -177,7 +177,7 @@ class _Claim:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager that keeps the claim alive, and gives it up at the end."""
+        """Context manager that renews the claim, and releases it on exit."""
         thread = threading.Thread(target=self._renew, daemon=True, name="claim")
         thread.start()
         try:

@@ -1,7 +1,7 @@
 """Preparation with a shared cache, as a process: ``python -m serried.recipes.data.prepared.shared_preparation``.
 
-The bucket is used by a process of its own, since a process that has used it must not fork. The request and the answers
-are those of ``serried.records.bucket_files``.
+A separate process uses the bucket, since a process that has used it must not fork. Request and answers have the format
+of ``serried.records.bucket_files``.
 """
 
 import json

@@ -42,7 +42,7 @@ class MixtureDataset:
     def __init__(self, sources: Mapping[str, Samples], weights: Mapping[str, float], weigh_by: WeighBy) -> None:
         """``weights``: shares of the samples or of the trained tokens (``weigh_by``), by the names of ``sources``.
 
-        With ``weigh_by="size"`` they are not used: each source has as large a share as it has samples.
+        With ``weigh_by="size"`` they are not used: the share of a source is proportional to its number of samples.
         """
         self.is_shuffled_together = weigh_by == "size"
         self._sources = list(sources.values())

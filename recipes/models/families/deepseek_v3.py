@@ -25,7 +25,7 @@ from serried.recipes.models.layers.kv_cache import LayerCache
 from serried.recipes.models.layers.rope import rotate
 
 _EPS = 1e-6
-"""Term in the norms of latent vectors, in all models of the family."""
+"""Epsilon of the norms of latent vectors, in all models of the family."""
 
 
 class LatentAttention(nn.Module):

@@ -19,9 +19,9 @@ _UNSUPPORTED = {
     "num_kv_shared_layers": "keys and values shared by layers",
     "enable_moe_block": "experts",
 }
-"""Keys of the parts of Gemma 4 that the family does not have."""
+"""Keys of parts of Gemma 4 that the family does not support."""
 _EVERY = 6
-"""Default of transformers: one of so many blocks has no window."""
+"""Default of transformers: one in this many blocks has no window."""
 _ROPES: tuple[Mapping[str, Any], Mapping[str, Any]] = (
     {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     {"rope_type": "default", "rope_theta": 1e4},
@@ -58,7 +58,7 @@ class Gemma4Section(AlternatingSection):
     """Soft cap c of logits: a logit x becomes ``c * tanh(x / c)``. Null for none."""
 
     def is_global(self, layer: int) -> bool:
-        """Return whether block ``layer`` attends to all tokens, whatever the window."""
+        """Return whether block ``layer`` attends to all tokens, regardless of the window."""
         return (layer + 1) % self.global_every == 0
 
     def sizes(self, layer: int) -> tuple[int, int]:
@@ -140,8 +140,9 @@ def _ropes(found: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, An
 
 
 def _global_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of blocks without a window: of ``per_layer_config``, which transformers writes, or of the keys
-    of published models."""
+    """Return the sizes of blocks without a window, from ``per_layer_config``, which transformers writes, or from the
+    keys of published models.
+    """
     by_layer = found.get("per_layer_config")
     if by_layer is None:
         heads = found.get("num_global_key_value_heads") if found["attention_k_eq_v"] else None

@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Learned score of a further key of each head, whose value is zero (https://arxiv.org/abs/2309.17453)."""
+    """Learned score of an additional key per head, whose value is zero (https://arxiv.org/abs/2309.17453)."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()

@@ -321,7 +321,7 @@ class MoE(Llama):
         return plain | self.own_entries(plain)
 
     def own_entries(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of ``config.json`` that differ from ``plain``, those of all families."""
+        """Return the entries of ``config.json`` that differ from ``plain``, the entries of all families."""
         config = self.section
         if config.family == "mixtral":
             return {"architectures": ["MixtralForCausalLM"], "sliding_window": None}

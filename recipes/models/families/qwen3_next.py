@@ -25,7 +25,7 @@ from serried.recipes.models.layers.kv_cache import Cache, LayerCache
 from serried.recipes.models.layers.rope import rotate
 
 _LINEAR = 0
-"""Stands for linear attention where ``Transformer.reaches`` returns the window of a block."""
+"""Value in place of a window in ``Transformer.reaches``, for blocks with linear attention."""
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "in_proj_z", "in_proj_b", "in_proj_a")
 """Matrices of ``LinearAttention``."""

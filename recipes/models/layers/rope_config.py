@@ -150,7 +150,7 @@ class Rope(NamedTuple):
     base: float
     scaling: RopeScaling | None
     dim: int | None = None
-    """Number of leading dims of each head that are in a pair; None: that of the model."""
+    """Number of leading dims of each head that are in a pair; None: the model's number."""
     fraction: float = 1.0
     """Fraction of the pairs that are rotated, with the frequencies that they have among all pairs."""
 

@@ -56,7 +56,7 @@ PRESETS = {
     "llama": "tiny", "mistral": "mistral7b", "gemma2": "gemma2_9b", "glm4_moe": "moe_tiny", "gpt2": "gpt2",
     "deepseek_v3": "deepseek_v3",
 }  # fmt: skip
-"""Of families. A key is tried with the first of these that reads it."""
+"""Presets by family. A key is tried with the first preset that reads it."""
 
 
 @functools.cache

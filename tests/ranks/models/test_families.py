@@ -234,7 +234,7 @@ def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text, keys are values", "qwen3_next", "qwen3_5_moe_text"])
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
-    """With the cache, past the window."""
+    """Generate with the cache, past the window."""
     prompt, new = 9, 40
     theirs = saved(name, tmp_path, tie_word_embeddings=False)
     family, ours = opened(tmp_path)

@@ -13,7 +13,7 @@ from serried.recipes.models.layers.delta_rule import gated_delta_rule, short_con
 LENGTH, HEADS, KEY, VALUE = 150, 3, 8, 6
 """Three chunks, the last of them shorter."""
 BORDERS = (0, 1, 64, 70, LENGTH)
-"""Where documents begin, and the end: in the middle of a chunk, at its begin, and one that fills more than one."""
+"""Where documents begin, and the end: in the middle of a chunk, at its start, and a document of more than one chunk."""
 POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(BORDERS)]).expand(2, -1)
 DOCUMENTS = (POSITIONS == 0).cumsum(1)
 

@@ -16,6 +16,7 @@ from serried.records.head import (
     Fenced,
     Head,
     HeadContent,
+    NewerVersion,
     epoch_of,
     is_attempt,
     read_head,
@@ -49,6 +50,12 @@ class BucketRun:
             _replace_records(folder.path, self.head)
         except StoreError as error:
             raise UserError(f"cannot use run.dir={url}: {error}") from None
+        except OSError as error:
+            self.head.release()
+            raise UserError(
+                f"cannot write the scratch folder {folder.path}: {error.strerror}; set SERRIED_SCRATCH to another "
+                "folder"
+            ) from None
         self._mirror = Mirror(store, self.head.epoch, folder.path, say, is_main=True, announce=self._announce)
         folder.join(self.head, self._mirror.flush)
 
@@ -69,7 +76,7 @@ class BucketRun:
 
         self.head.swap(name_records)
         content = self.head.content
-        remove_records(self.head.store, [content.epoch, *(run.records for run in content.earlier)])
+        remove_records(self.head.store, content.epoch, [run.records for run in content.earlier])
 
     def close(self) -> None:
         """Upload the remaining records, and end the claim."""
@@ -134,12 +141,16 @@ def rebuilt_head(store: Store) -> tuple[HeadContent, Expect | str]:
     """Return a head that names the complete checkpoints in ``store``, and the condition under which to write it.
 
     Raises:
-        UserError: The head is intact, or there is no checkpoint.
+        UserError: The head is intact or of a later version of serried, or there is no checkpoint.
         StoreError: The store does not answer.
     """
     found, is_intact = store.get(HEAD), False
-    with suppress(UserError):
+    try:
         is_intact = found is not None and bool(HeadContent.parse(found[0], store.where(HEAD)))
+    except NewerVersion:
+        raise
+    except UserError:
+        pass  # to be rebuilt
     if is_intact:
         raise UserError(f"{store.where(HEAD)} is intact, so there is nothing to repair; leave it")
     sizes: dict[str, dict[str, int]] = {}

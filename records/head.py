@@ -33,6 +33,10 @@ _TRIES = 30
 _ATTEMPT = re.compile(r"[0-9]{8,255}-[0-9]{1,20}-[0-9a-f]{8}", re.ASCII)
 
 
+class NewerVersion(UserError):
+    """Raised if a later version of serried wrote the head."""
+
+
 class Fenced(TrainingStopped):
     """Raised if another process has taken over the run. This one must end, and write nothing more."""
 
@@ -106,14 +110,14 @@ class HeadContent:
     def parse(cls, text: bytes, where: str) -> "HeadContent":
         """Return the content in ``text``, which may come from an untrusted source.
 
-        Raises ``UserError`` if it is invalid.
+        Raises ``UserError`` if it is invalid, ``NewerVersion`` if only a later version of serried can read it.
         """
         try:
             if len(text) > MOST_BYTES:
                 raise NotPlainData(f"larger than {MOST_BYTES} bytes")
             plain = parse_json(text)
             if type(plain.get("version")) is int and plain["version"] > _VERSION:
-                raise UserError(
+                raise NewerVersion(
                     f"{where} has version {plain['version']}, but this version of serried reads version {_VERSION}; "
                     "use the version of serried that wrote it"
                 )
@@ -403,6 +407,11 @@ class Head:
         for attempt in orphans:
             self.remove(attempt)
         return orphans
+
+    def is_abandoned(self, attempt: str) -> bool:
+        """Return whether ``attempt`` is of this or an earlier start and no longer written. A later start has taken over
+        the run, and its attempts are not ours to judge."""
+        return is_attempt(attempt) and epoch_of(attempt) <= self._content.epoch and attempt not in self._active
 
     @property
     def active(self) -> Collection[str]:

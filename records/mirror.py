@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -240,10 +240,9 @@ def download(store: Store, key: str, size_bytes: int, path: Path) -> None:
             file.write(view)
 
 
-def remove_records(store: Store, kept: Sequence[int]) -> None:
-    """Remove the records of all starts except the epochs in ``kept``. An error is ignored: the next start repeats
-    it."""
+def remove_records(store: Store, epoch: int, kept: Collection[int]) -> None:
+    """Remove the records of all starts before ``epoch``, this process's claim, except the epochs in ``kept``. Records
+    of a later start, which has taken over the run, stay. An error is ignored: the next start repeats it."""
     with suppress(StoreError):
-        keep = {str(epoch) for epoch in kept}
-        keys = [listed.key for listed in store.list(RECORDS_PREFIX)]
-        store.delete(key for key in keys if key.split("/")[1] not in keep)
+        keys = [(listed.key, listed.key.split("/")[1]) for listed in store.list(RECORDS_PREFIX)]
+        store.delete(key for key, of in keys if of.isdecimal() and int(of) < epoch and int(of) not in kept)

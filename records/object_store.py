@@ -61,7 +61,8 @@ def open_store(url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_
     return ObjectStore(url, retry_seconds=retry_seconds)
 
 
-def _endpoint() -> str:
+def s3_endpoint() -> str:
+    """Return the address of the server with the interface of S3; empty for Amazon's."""
     return os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
 
 
@@ -70,7 +71,7 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def _refuse_plain_http(url: str, key: str) -> None:
-    endpoint = _endpoint() if url.startswith("s3:") else ""
+    endpoint = s3_endpoint() if url.startswith("s3:") else ""
     is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
     if endpoint.startswith("http:") and not _is_loopback(endpoint) and not is_allowed:
         raise UserError(
@@ -116,7 +117,7 @@ class ObjectStore:
         }  # fmt: skip
         options: dict[str, Any] = {}
         if self.url.startswith("s3:"):
-            if _endpoint().startswith("http:"):
+            if s3_endpoint().startswith("http:"):
                 client["allow_http"] = True
             else:
                 options["unsigned_payload"] = True  # encryption protects the content, and hashing it costs a core
@@ -167,7 +168,13 @@ class ObjectStore:
         view[:] = found
 
     def put(self, key: str, content: bytes, expect: Expect | str = ANY) -> str:
-        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+        from obstore.exceptions import (
+            AlreadyExistsError,
+            BaseError,
+            PermissionDeniedError,
+            PreconditionError,
+            UnauthenticatedError,
+        )
 
         mode: Any = "overwrite" if expect is ANY else "create"
         if isinstance(expect, str):
@@ -179,7 +186,8 @@ class ObjectStore:
         except (AlreadyExistsError, PreconditionError) as error:
             raise Conflict(f"{self.where(key)} is not as expected") from error
         except (BaseError, OSError) as error:
-            kind = StoreError if _is_refused(error) else Unclear
+            is_refused = isinstance(error, PermissionDeniedError | UnauthenticatedError) or _is_refused(error)
+            kind = StoreError if is_refused else Unclear
             raise kind(f"cannot write {self.where(key)}: {_reason(error, self.url)}") from None
 
     def writer(self, key: str) -> "ObjectUpload":

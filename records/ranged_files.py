@@ -99,7 +99,10 @@ class RangedFile:
             try:
                 self._store.read_into(self._key, first * BLOCK_BYTES, view)
             except StoreError as error:
-                found = self._store.stat(self._key)
+                try:
+                    found = self._store.stat(self._key)
+                except StoreError:
+                    raise UserError(f"cannot read {error}") from None
                 if found is None or found[0] < self._size:
                     raise DamagedFile(f"{where} is missing or too short") from None
                 raise UserError(f"cannot read {error}") from None

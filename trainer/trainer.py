@@ -107,7 +107,8 @@ class Trainer:
         progress.resume(start)
         for name in context.callbacks.load_state_dict(start.state):
             console.say(
-                f"WARNING    {start.checkpoint} has the state of the callback {name}, which this run does not have"
+                f"WARNING    {config.run.shown(start.checkpoint)} has the state of the callback {name}, which this run "
+                "does not have"
             )
         self._log = log = RunLog(context, start, progress)
         tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
@@ -222,13 +223,15 @@ def _check_resumed(context: Context, start: Start, data: Data) -> list[int]:
         session.once(partial(context.task.check_resumed, start.checkpoint))
     if (change := data.earlier_fingerprints.get(start.state.get("data_fingerprint", ""))) is not None:
         context.console.say(
-            f"WARNING    data changed since {start.checkpoint}: {change}; to keep the earlier data, use the version of "
-            "serried that started the run"
+            f"WARNING    data changed since {config.run.shown(start.checkpoint)}: {change}; to keep the earlier data, "
+            "use the version of serried that started the run"
         )
     has_other_data = check_data(start, data.fingerprint, config, data.earlier_fingerprints)
     before_changes = steps_before_changes(start, has_other_data, config.run.dir)
     if start.step in before_changes and start.step not in start.state.get("changed_after", []):
-        context.console.say(f"{start.checkpoint} is kept: later checkpoints have other settings or data")
+        context.console.say(
+            f"{config.run.shown(start.checkpoint)} is kept: later checkpoints have other settings or data"
+        )
     return before_changes
 
 

@@ -61,9 +61,9 @@ class RunSection(Section):
         """The run folder as the user gave it, for messages: a URL or a path."""
         return self._url or str(self.dir)
 
-    def shown(self, path: Path) -> str:
+    def shown(self, path: Path | None) -> str:
         """Return a path for messages: with the URL in place of the scratch folder of a run in a bucket."""
-        if self._url is None or not path.is_relative_to(self.dir):
+        if self._url is None or path is None or not path.is_relative_to(self.dir):
             return str(path)
         return f"{self._url}/{path.relative_to(self.dir)}"
 

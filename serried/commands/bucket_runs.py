@@ -125,7 +125,7 @@ def clean(words: list[str]) -> int:
         head = Head.claim(store, say=print)
         try:
             attempts = head.sweep()
-            remove_records(store, [*kept_epochs(head.content)])
+            remove_records(store, head.epoch, kept_epochs(head.content))
         finally:
             head.release()
     return say(f"cleaned    {url}: removed {len(attempts)} incomplete checkpoints")

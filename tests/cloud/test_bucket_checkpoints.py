@@ -1,18 +1,23 @@
 """Checkpoints of runs in a bucket: saved, resumed on other layouts, damaged, kept and removed."""
 
+import errno
 import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from serried.records import object_store
+from serried.configs.errors import UserError
+from serried.records import bucket_run, object_store
 from serried.records.head import Entry, Head, read_head
-from serried.records.object_store import open_store
-from serried.trainer.checkpoint.bucket_checkpoints import Pace, download
+from serried.records.object_store import ObjectStore, open_store
+from serried.records.ranged_files import RangedFile
+from serried.records.store import StoreError
+from serried.trainer.checkpoint.bucket_checkpoints import BucketCheckpoints, Pace, download
 from serried.trainer.checkpoint.manifest import check_files, read_manifest
 from serried.trainer.monitor.control_file import Control
 from serried.trainer.trainer import Trainer
@@ -143,12 +148,78 @@ def test_damaged_checkpoint_is_left_for_the_one_before(
     ended = run_here(tiny_overrides(text, started))
     assert ended.code == 0, ended.printed
     assert "damaged: s3://" in ended.printed
-    assert "step-00000002" in ended.printed
+    assert f"complete checkpoint, {started}/checkpoints/step-00000002" in ended.printed
     assert losses(server, folder) == local_losses(straight)
     head = read_head(open_store(started))
     assert head is not None
     assert [run.checkpoints for run in head.earlier] == [[newest]], "kept, as it may help to find the cause"
     assert [entry.step for entry in head.checkpoints] == [4, 6]
+
+
+@pytest.mark.parametrize("down", ["the data", "the store"])
+def test_store_that_does_not_answer_is_no_damage(
+    down: str, started: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the run would start from an earlier checkpoint and move the newest one aside."""
+    before = read_head(open_store(started))
+    assert before is not None
+
+    def no_answer(*_: object) -> None:
+        raise StoreError("model.safetensors: no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "read_into", no_answer)
+        if down == "the store":
+            patched.setattr(ObjectStore, "stat", no_answer)
+            with pytest.raises(UserError, match=r"cannot read model\.safetensors: no answer"):
+                RangedFile(open_store(started), "a", 4, "AAAAAA==").read_into(0, memoryview(bytearray(4)))
+        monkeypatch.setattr(bucket_run, "download_records", lambda *_: None)  # also reads ranges
+        ended = run_here(tiny_overrides(text, started))
+    assert ended.code == 78, ended.printed
+    assert "cannot read model.safetensors: no answer" in ended.printed
+    after = read_head(open_store(started))
+    assert after is not None
+    assert (after.checkpoints, after.earlier, after.state) == (before.checkpoints, [], "free")
+
+
+def test_full_scratch_disk_is_a_mistake_and_the_claim_ends(
+    started: str, text: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bucket_run, "download_records", full)
+    ended = run_here(tiny_overrides(text, started))
+    assert ended.code == 78, ended.printed
+    assert f"cannot write the scratch folder {scratch}/" in ended.printed
+    assert "No space left on device; set SERRIED_SCRATCH to another folder" in ended.printed
+    head = read_head(open_store(started))
+    assert head is not None
+    assert head.state == "free"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_process_that_lost_the_run_removes_no_upload_of_the_next(
+    knows: bool, server: S3Server, folder: str, url: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(url)
+    heads = [Head.claim(store, patience_seconds=0.1, renew_seconds=100.0) for _ in range(2)]
+    attempts = [head.begin(4) for head in heads]
+    for attempt in attempts:
+        server.client().create_multipart_upload(Bucket=BUCKET, Key=f"{folder}/checkpoints/{attempt}/a")
+    section: Any = SimpleNamespace(upload_bytes_per_second=None)
+    zombie, owner = (
+        BucketCheckpoints(store, scratch, section, None, SimpleNamespace(head=head))  # type: ignore[arg-type]
+        for head in heads
+    )
+    if not knows:  # it is taken over only now
+        monkeypatch.setattr(heads[0], "sweep", list)
+    notes = zombie.sweep()
+    assert [note.partition(": ")[0] for note in notes] == [f"cannot remove the remains of saves in {url}"] * knows
+    assert len(server.uploads(f"{folder}/")) == 2
+    assert owner.sweep() == []
+    assert server.uploads(f"{folder}/") == [f"{folder}/checkpoints/{attempts[1]}/a"]
+    heads[1].release()
 
 
 def test_new_start_sets_the_run_aside_and_its_objects_stay(

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from serried.configs.errors import UserError
+from serried.records.bucket_run import rebuilt_head
 from serried.records.head import HEAD, Earlier, Entry, Fenced, Head, HeadContent, read_head
 from serried.records.object_store import ObjectStore
 from serried.records.store import StoreError
@@ -244,3 +245,6 @@ def test_invalid_head_of_a_stranger_is_refused_in_one_line(change: dict[str, obj
         read_head(store)
     assert "\n" not in str(refused.value)
     assert f"{store.url}/{HEAD}" in str(refused.value)
+    is_newer = "version" in change
+    with pytest.raises(UserError, match="has version 2" if is_newer else "there is no complete checkpoint"):
+        rebuilt_head(store)  # a head of a later version is not lost

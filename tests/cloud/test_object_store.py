@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.records import object_store
 from serried.records.object_store import ObjectStore, open_store
-from serried.records.store import ABSENT, Conflict, StoreError
+from serried.records.store import ABSENT, Conflict, StoreError, Unclear
 from testing.s3_server import SECRET, S3Server
 
 pytestmark = pytest.mark.cloud
@@ -190,3 +191,18 @@ def test_missing_credentials_and_missing_obstore_are_refused(monkeypatch: pytest
     script += "from serried.records.object_store import open_store; open_store('s3://b/x')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "UserError: run.dir=s3://b/x needs obstore; pip install 'serried[cloud]'" in done.stderr
+
+
+def test_refusal_of_any_provider_is_final(server: S3Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim repeats a write that got no answer for two minutes."""
+    from obstore.exceptions import PermissionDeniedError
+
+    store = open_store(server.url(folder))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("403 Forbidden, without an error code of S3")
+
+    monkeypatch.setattr(store, "obstore", SimpleNamespace(put=refuse))
+    with pytest.raises(StoreError, match="these credentials may not access it") as refused:
+        store.put("a", b"1")
+    assert not isinstance(refused.value, Unclear)

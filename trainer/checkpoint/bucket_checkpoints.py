@@ -23,7 +23,8 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import is_number
 from serried.configs.schema.sections import CheckpointSection
 from serried.records.head import HEAD, Earlier, Entry, Fenced, Head, HeadContent
-from serried.records.ranged_files import BLOCK_BYTES, RangedFile, attach
+from serried.records.object_store import s3_endpoint
+from serried.records.ranged_files import BLOCK_BYTES, DamagedFile, RangedFile, attach
 from serried.records.run_folder import RunFolder
 from serried.records.store import ABSENT, Conflict, Store, StoreError, Upload
 from serried.runtime.session import Session
@@ -239,8 +240,9 @@ class BucketCheckpoints:
         notes: list[str] = []
         with self._noting(notes, f"cannot remove the remains of saves in {self._store.url}"):
             self._head.sweep()
-        with self._noting(notes, f"cannot remove unfinished uploads in {self._store.url}"):
-            abort_uploads(self._store, lambda key: key.split("/")[0] not in self._head.active)
+        if self._head.is_ours:
+            with self._noting(notes, f"cannot remove unfinished uploads in {self._store.url}"):
+                abort_uploads(self._store, lambda key: self._head.is_abandoned(key.partition("/")[0]))
         return notes
 
     @property
@@ -328,7 +330,8 @@ def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str
 def fetch_contents(store: Store, entry: Entry) -> dict[str, Any]:
     """Return the contents of a local folder of the checkpoint, as plain data: the small files and the headers.
 
-    Raises ``Damaged`` if a file is missing or differs from the manifest, or ``StoreError``.
+    Raises ``Damaged`` if a file is missing or differs from the manifest, and ``StoreError`` or ``UserError`` if the
+    store does not answer.
     """
     found = store.get(f"{entry.prefix}/{MANIFEST}")
     if found is None:
@@ -350,7 +353,10 @@ def fetch_contents(store: Store, entry: Entry) -> dict[str, Any]:
 
 
 def _header(store: Store, key: str, record: FileRecord) -> bytes:
-    """Return the header of a safetensors file. Usually this is one request."""
+    """Return the header of a safetensors file. Usually this is one request.
+
+    Raises ``Damaged``, or ``UserError`` if the store does not answer: then the checkpoint may be whole.
+    """
     file = RangedFile(store, key, record.size, record.blocks)
     start = memoryview(bytearray(min(record.size, BLOCK_BYTES)))
     try:
@@ -359,7 +365,7 @@ def _header(store: Store, key: str, record: FileRecord) -> bytes:
         if nbytes > len(start):
             start = memoryview(bytearray(nbytes))
             file.read_into(0, start)
-    except UserError as error:
+    except DamagedFile as error:
         raise Damaged(str(error)) from None
     return bytes(start[:nbytes])
 
@@ -471,8 +477,9 @@ def abort_uploads(store: Store, is_orphan: Callable[[str], bool]) -> int:
     try:
         region = os.environ.get("AWS_REGION") or None  # boto3 knows only AWS_DEFAULT_REGION
         client = boto3.client(
-            "s3", region_name=region, config=Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 5})
-        )
+            "s3", region_name=region, endpoint_url=s3_endpoint() or None,
+            config=Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 5}),
+        )  # fmt: skip
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=url.netloc, Prefix=prefix)
         for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
             if is_orphan(upload["Key"].removeprefix(prefix)):

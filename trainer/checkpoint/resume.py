@@ -108,7 +108,9 @@ def find_start(
             continue
         state = session.once(partial(_state, path))
         if damages:
-            notes.append(f"damaged: {'; '.join(damages)}; resuming from the newest complete checkpoint, {path}")
+            notes.append(
+                f"damaged: {'; '.join(damages)}; resuming from the newest complete checkpoint, {config.run.shown(path)}"
+            )
         if chosen["is_given"] and _takes_weights_only(state, config):
             return _with_weights(path, chosen["origin"], state, [*notes], config)
         with taking_from(path):
@@ -177,8 +179,8 @@ def _with_weights(
     """Return the start of a new run with the weights of the checkpoint ``path``. ``state``: its state.json."""
     if path.parent == config.run.dir / CHECKPOINTS:
         raise UserError(
-            f"{path} is a checkpoint of this run, but a start from its weights would move it aside; add "
-            f"{config.another_run}"
+            f"{config.run.shown(path)} is a checkpoint of this run, but a start from its weights would move it aside; "
+            f"add {config.another_run}"
         )
     if (path / ADAPTER_CONFIG).is_file():
         raise UserError(adapters_alone(config.checkpoint.resume))
@@ -304,9 +306,9 @@ def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Colle
         return True
     prepared = " (for conversations prepared by another version: data=tokens data.path=FOLDER)"
     raise UserError(
-        f"{start.checkpoint} was trained on different data (fingerprint {start.state['data_fingerprint']}, now "
-        f"{fingerprint}); use {config.another_run} to keep both, the same data{prepared if keys else ''}, or "
-        f"{_allowing(paths[:1], config)} to resume with the new data"
+        f"{config.run.shown(start.checkpoint)} was trained on different data (fingerprint "
+        f"{start.state['data_fingerprint']}, now {fingerprint}); use {config.another_run} to keep both, the same "
+        f"data{prepared if keys else ''}, or {_allowing(paths[:1], config)} to resume with the new data"
     )
 
 
@@ -418,8 +420,8 @@ def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
         return []
     told = " ".join(only_there)
     return [
-        f"WARNING    {path} has {told}, but this file is not read when the run resumes; to apply the change, add it to "
-        "the command"
+        f"WARNING    {config.run.shown(path)} has {told}, but this file is not read when the run resumes; to apply the "
+        "change, add it to the command"
     ]
 
 

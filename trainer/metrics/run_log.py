@@ -153,7 +153,8 @@ class RunLog:
             "rollback", step=start.step, from_step=from_step, samples=samples, left_out=left_out, reason=reason
         )
         self._console.say(
-            f"WARNING    {reason}. Rolled back to {start.checkpoint}; the {left_out} samples since then are skipped"
+            f"WARNING    {reason}. Rolled back to {self._config.run.shown(start.checkpoint)}; the {left_out} samples "
+            "since then are skipped"
         )
 
     def running(self, step: int) -> None:

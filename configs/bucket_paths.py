@@ -158,7 +158,7 @@ def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
             for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == name):  # ``name`` comes last
                 _ask("upload", f"{root}/{path.name}", key, path=str(path))
         except UserError as error:
-            raise UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head)) from error
+            raise UserError(*(with_urls(str(line)) for line in error.args), head=with_urls(error.head)) from error
         finally:
             del _settings.downloaded[folder]
 

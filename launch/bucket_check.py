@@ -58,7 +58,7 @@ def _check_rights(store: Store, found: BucketReport) -> None:
     content = attempt("GetObject", lambda: store.get(key))
     if not found.problems and (content is None or content[0] != b"2"):
         found.problems.append(f"{store.url} does not return what was written")
-    listed = attempt("ListBucket", lambda: [each.key for each in store.list(folder)])
+    listed = attempt("ListBucket", lambda: [entry.key for entry in store.list(folder)])
     if listed is not None and listed != [key]:
         found.problems.append(f"{store.url} does not list what was written")
     attempt("DeleteObject", lambda: store.delete([key]))

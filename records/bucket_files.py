@@ -55,11 +55,11 @@ def list_files(url: str, key: str) -> dict[str, Any]:
             return _answer(parent.url, [Listed(parts[-1], *found)], is_folder=False)
     objects = below.list("")
     if fixed is None:
-        files = [each for each in objects if is_visible(each.key)]
+        files = [entry for entry in objects if is_visible(entry.key)]
     else:
-        files = [each for each in objects if _is_match(each.key.split("/"), parts[fixed:])]
+        files = [entry for entry in objects if _is_match(entry.key.split("/"), parts[fixed:])]
     if not files and objects and fixed is not None:
-        some = ", ".join(each.key for each in objects[:5])
+        some = ", ".join(entry.key for entry in objects[:5])
         raise UserError(f"{key}={url} matches no object; {root} has {some}, ...; ** matches subfolders")
     if not files:
         raise UserError(f"{key}={url} has no objects; see what is there with: {_command(root.rpartition('/')[0])}")
@@ -91,11 +91,11 @@ def _is_match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _answer(root: str, objects: Sequence[Listed], *, is_folder: bool) -> dict[str, Any]:
-    names = {each.key for each in objects}
+    names = {entry.key for entry in objects}
     folders = {name[:at] for name in names for at in range(len(name)) if name[at] == "/"}
     # Cloud consoles represent an empty folder by an empty object with its name.
     files: list[tuple[str, int, str]] = sorted(
-        (each.key, each.size_bytes, each.tag) for each in objects if each.size_bytes or each.key not in folders
+        (entry.key, entry.size_bytes, entry.tag) for entry in objects if entry.size_bytes or entry.key not in folders
     )
     for name, _, _ in files:
         parts = name.split("/")
@@ -229,8 +229,8 @@ def _bounded(pool: ThreadPoolExecutor, function: Any, arguments: Iterator[tuple[
     the first error."""
     waiting: set[Future[None]] = set()
     try:
-        for each in arguments:
-            waiting.add(pool.submit(function, *each))
+        for values in arguments:
+            waiting.add(pool.submit(function, *values))
             if len(waiting) >= 2 * _AT_ONCE:
                 finished, waiting = wait(waiting, return_when="FIRST_COMPLETED")
                 for future in finished:

@@ -186,7 +186,7 @@ def _files_in(folder: Path, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         path = folder / name
         found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (str(each.relative_to(folder)) for each in found if each.is_file() and not each.is_symlink())
+        yield from (str(file.relative_to(folder)) for file in found if file.is_file() and not file.is_symlink())
 
 
 def download_records(store: Store, epoch: int, folder: Path) -> None:

@@ -203,7 +203,7 @@ def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout
         )
     if config.parallel.offload:
         check_offloadable(module)
-    if layout.uneven and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+    if layout.uneven and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
         raise UserError(
             "parallel.uneven=true with SyncBatchNorm: all ranks exchange statistics in each micro-batch, and some "
             "would have one more; use parallel.uneven=false, or GroupNorm"

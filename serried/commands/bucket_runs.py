@@ -118,7 +118,7 @@ def repair(words: list[str]) -> int:
 
 
 def clean(words: list[str]) -> int:
-    """Remove what interrupted saves and earlier starts have left of a run in a bucket that is not training."""
+    """Remove remains of interrupted saves and earlier starts from a run in a bucket that is not training."""
     given, _ = pairs(words, "clean", ("run.dir",))
     url = _bucket_url(given, "clean")
     with opened(url) as (store, _):

@@ -357,7 +357,7 @@ def test_first_pod_tells_the_others_how_the_run_ended() -> None:
 @pytest.mark.parametrize(
     "message", [b"", b"done\n", b"done\n[75]\n", b"done\n[1, 2]\n", b'done\n[137, "x"]\n', b"killed\n"]
 )
-def test_pod_without_a_message_of_the_first_one_judges_alone(message: bytes) -> None:
+def test_pod_without_a_message_from_the_first_pod_decides_on_its_own(message: bytes) -> None:
     first, second = _attempts(2)
     (connection,) = first._others
     connection.sendall(message)

@@ -122,7 +122,9 @@ def test_parser_of_skypilot_accepts_the_task(
         (["-m", "trainer.seed=1,2"], "-m cannot be used with "),
     ],
 )  # fmt: skip
-def test_run_that_cannot_work_there_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_skypilot_cannot_start_is_refused_in_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = (*GIVEN, *CPU, "skypilot.dry_run=true")
     replaced = {word.partition("=")[0] for word in argv}
     assert main([*(word for word in given if word.partition("=")[0] not in replaced), *argv]) == 78
@@ -154,7 +156,7 @@ def test_submitting_creates_a_managed_job_without_a_secret_in_its_task(
     assert "hidden-5150" not in record.read_text() + (tmp_path / "task.yaml").read_text()
 
 
-def test_refusal_and_absence_of_skypilot_are_one_line(
+def test_refusal_by_skypilot_and_missing_skypilot_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _sky(tmp_path, monkeypatch, "echo 'No cloud access is set up.' >&2; exit 1")

@@ -137,7 +137,7 @@ def flip_last_bit(server: S3Server, key: str) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "state.json", "missing"])
-def test_damaged_checkpoint_is_left_for_the_one_before(
+def test_damaged_newest_checkpoint_is_skipped_for_the_one_before(
     damaged: str, server: S3Server, folder: str, started: str, text: Path, straight: Path
 ) -> None:
     newest = entries(started)[-1]
@@ -270,7 +270,7 @@ def test_rollback_goes_past_a_damaged_checkpoint_of_the_bucket(
     assert [entry.step for entry in entries(url)] == [9, 12]
 
 
-def test_best_checkpoint_stays_by_what_the_head_says_of_it(server: S3Server, url: str, text: Path) -> None:
+def test_best_checkpoint_is_kept_by_the_metric_in_the_head(server: S3Server, url: str, text: Path) -> None:
     words = [
         "checkpoint.keep=1",
         "checkpoint.keep_best=true",
@@ -289,7 +289,7 @@ def test_best_checkpoint_stays_by_what_the_head_says_of_it(server: S3Server, url
     assert not [request for request in requests if request.startswith("GET") and request.endswith("state.json")]
 
 
-def test_upload_limit_is_waited_for_until_training_waits(url: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_limit_applies_until_training_waits(url: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     pace = Pace(1000.0)
     with monkeypatch.context() as patched:

@@ -7,7 +7,7 @@ from testing.bucket_storm import storm
 pytestmark = pytest.mark.cloud
 
 
-def test_kills_zombies_and_races_leave_only_complete_checkpoints() -> None:
+def test_kills_paused_processes_and_races_leave_only_complete_checkpoints() -> None:
     counts = storm(kills=5, zombies=1, races=1, lanes=3, seed=2)
     assert counts["zombies, all refused"] == 1
     assert counts["faults"] > 5

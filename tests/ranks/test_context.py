@@ -241,7 +241,7 @@ def test_output_gradients_and_bytes_equal_one_process(ranks: int, cluster: Clust
         assert not all(map(all, hops)), "a hop without a common document is skipped"
 
 
-def test_sinks_of_parts_equal_one_process(cluster: Cluster) -> None:
+def test_sinks_with_a_context_axis_equal_one_process(cluster: Cluster) -> None:
     for answer in cluster.run(2, "tests.ranks.test_context:attention_to_sinks"):
         assert max(found["difference"] for found in answer.value) < 1e-5
 

@@ -514,7 +514,7 @@ def _observed(look: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def test_a_save_makes_the_system_calls_that_it_always_made(text: Path, tmp_path: Path) -> None:
+def test_save_in_a_folder_makes_the_system_calls_of_version_0_2(text: Path, tmp_path: Path) -> None:
     """Counts of version 0.2, by strace. Files: model, optimizer, config, state, two of the tokenizer, manifest."""
     made: Counter[str] = Counter()
 

@@ -113,7 +113,7 @@ def _events(*kinds: str, name: str = "vm-7", when: str = "Mon, 19 Sep 2026 18:29
         ("azure", {"/metadata/scheduledevents": '{"Events": [3, {"Resources": 4}]}'}, None),
     ],
 )  # fmt: skip
-def test_announcement_of_a_cloud_is_understood(cloud: str, pages: Pages, expected: Notice | None) -> None:
+def test_notice_of_a_cloud_is_parsed(cloud: str, pages: Pages, expected: Notice | None) -> None:
     with serving(cloud) as service:
         service.pages.update(pages)
         assert CLOUDS[cloud][1](Metadata(service.address)) == expected

@@ -170,7 +170,7 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
 
 def _with_urls_of(error: UserError) -> UserError:
     """Return ``error`` with the objects of a bucket instead of their copies on this node."""
-    return UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head))
+    return UserError(*(with_urls(str(line)) for line in error.args), head=with_urls(error.head))
 
 
 def _prepared_by_process(section: DataSection, show: Show | None, threads: int | None) -> Prepared:

@@ -71,7 +71,7 @@ class SharedCache:
     def fetch(self, key: str, folder: Path) -> None:
         """Download the complete data ``key`` into ``folder``, its summary last."""
         objects = self._objects(key)
-        self._download(folder, [each for name, each in objects.items() if _FILE.fullmatch(name)])
+        self._download(folder, [entry for name, entry in objects.items() if _FILE.fullmatch(name)])
         self._download(folder, [objects[_SUMMARY]])
 
     def fetch_finished_jobs(self, key: str, folder: Path) -> None:
@@ -88,11 +88,12 @@ class SharedCache:
         self._download(folder, [objects[name] for name in done])
 
     def _objects(self, key: str) -> dict[str, Listed]:
-        return {each.key.removeprefix(f"{key}/"): each for each in self._store.list(key)}
+        return {entry.key.removeprefix(f"{key}/"): entry for entry in self._store.list(key)}
 
     def _download(self, folder: Path, objects: Iterable[Listed]) -> None:
         copies = [
-            ObjectCopy(each.key, each.size_bytes, each.tag, folder / each.key.rpartition("/")[2]) for each in objects
+            ObjectCopy(entry.key, entry.size_bytes, entry.tag, folder / entry.key.rpartition("/")[2])
+            for entry in objects
         ]
         download_objects(self._store, copies)
 
@@ -124,7 +125,7 @@ class SharedCache:
                 send_file(self._store, f"{key}/{file.name}", file)
         with contextlib.suppress(Conflict):  # another process was first, with the same bytes
             self._store.put(f"{key}/{_SUMMARY}", (folder / _SUMMARY).read_bytes(), ABSENT)
-        self._store.delete([each.key for name, each in objects.items() if _DONE.fullmatch(name)])
+        self._store.delete([entry.key for name, entry in objects.items() if _DONE.fullmatch(name)])
 
     # the claim --------------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def main() -> int:
     try:
         write_line({"answer": _prepare(request)})
     except UserError as error:
-        write_line({"errors": [with_urls(str(each)) for each in error.args], "head": with_urls(error.head)})
+        write_line({"errors": [with_urls(str(line)) for line in error.args], "head": with_urls(error.head)})
     return 0
 
 

@@ -529,7 +529,7 @@ SHRUNK = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["gpt_oss_20b", "deepseek_v3", "kimi_k2"])
-def test_small_model_with_published_keys_opens_both_ways(preset: str, tmp_path: Path) -> None:
+def test_small_model_with_published_keys_opens_here_and_in_transformers(preset: str, tmp_path: Path) -> None:
     import transformers
 
     published = PUBLISHED[preset]

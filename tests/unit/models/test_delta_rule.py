@@ -37,7 +37,7 @@ def reference(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("strength", [0.01, 1.0, 100.0])
-def test_documents_of_a_sequence_get_what_each_gets_alone(strength: float) -> None:
+def test_packed_documents_have_the_outputs_of_separate_documents(strength: float) -> None:
     tensors = [tensor.requires_grad_() for tensor in inputs(strength)]
     together, _ = gated_delta_rule(*tensors, DOCUMENTS)
     pairs = list(itertools.pairwise(BORDERS))

@@ -95,7 +95,7 @@ def task(config: RunConfig, words: Sequence[str]) -> Task:
         "envs": {name: str(value) for name, value in variables.items()},
     }  # fmt: skip
     if program != PROGRAM:
-        found["workdir"] = "."  # with the user's script
+        found["workdir"] = "."  # which contains the user's script
     if section.secrets:
         found["secrets"] = dict.fromkeys(section.secrets)
     if section.file_mounts:

@@ -303,7 +303,7 @@ def with_sinks(mixed: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
         logsumexp: Logsumexp of the scores of each query, [B, H, Q] fp32.
         sinks: Scores of the additional keys, [H].
     """
-    share = torch.sigmoid(logsumexp - sinks.float().unsqueeze(-1))  # of the other keys in the softmax
+    share = torch.sigmoid(logsumexp - sinks.float().unsqueeze(-1))  # share of the other keys in the softmax
     return (mixed * share.unsqueeze(-1)).to(mixed.dtype)
 
 

@@ -87,7 +87,7 @@ class BucketRun:
 
 def _replace_records(folder: Path, head: Head) -> None:
     """Replace the records in ``folder``, which may belong to another start, by the records in the bucket."""
-    for name in {*RECORDS} - {"wandb"}:  # which only this node has
+    for name in {*RECORDS} - {"wandb"}:  # wandb's files exist only on this node
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -96,7 +96,7 @@ def _replace_records(folder: Path, head: Head) -> None:
     if records := head.content.records:
         download_records(head.store, records, folder)
         with suppress(FileNotFoundError):
-            os.utime(folder / STATUS, (1, 1))  # it is of an earlier start
+            os.utime(folder / STATUS, (1, 1))  # so that it counts as written by an earlier start
 
 
 def new_request(head: Head) -> str | None:
@@ -116,7 +116,7 @@ def new_request(head: Head) -> str | None:
         head.swap(note)
     except Fenced:
         return None
-    return word.partition(" ")[0]  # ``write_request`` adds a random number
+    return word.partition(" ")[0]  # without the random number of ``write_request``
 
 
 def write_request(url: str, word: str) -> None:
@@ -131,7 +131,7 @@ def write_request(url: str, word: str) -> None:
             raise UserError(f"there is no run in {url}; use run.dir={url.partition('/')[0]}//BUCKET/PATH of a run")
         if head.state != "held":  # the next start would follow the request
             raise UserError(f"no process is training in {url}, so there is nothing to {word}; see serried status {url}")
-        # A random number makes each request a new content, so that the same word can be asked for again.
+        # A random number makes the content of each request new, so that a request can be repeated.
         store.put(CONTROL, f"{word} {os.urandom(4).hex()}\n".encode())
     except StoreError as error:
         raise UserError(f"cannot write to {url}: {error}") from None

@@ -57,7 +57,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _LARGEST_TENSOR_BYTES = 2**62  # more than any disk holds; keeps the arithmetic of torch from overflowing
 _MOST_DIMS = 64
-_RANGES_AT_ONCE = 8  # of a file in a bucket; one connection of many gives a fraction of the bandwidth
+_RANGES_AT_ONCE = 8  # of a file in a bucket; one connection uses only a fraction of the bandwidth
 _READ_BYTES = 4 * 2**20  # bytes per call: as fast as larger ones, and other threads wait for less time
 
 

@@ -177,7 +177,7 @@ class _Run:
                 return Trainer(self.context, self._config_yaml, self.start, self._data)
             except DamagedCheckpoint as error:
                 self._damaged[error.path] = error.damage
-            gc.collect()  # the model of the first try
+            gc.collect()  # of the first model
             self.find_start()
 
     def _choose_compile(self) -> None:

@@ -269,7 +269,7 @@ def _runtime(config: RunConfig, pod: _Pod) -> list[Manifest]:
     """Return a ClusterTrainingRuntime with the settings that a TrainJob lacks: rules for failed pods, and secrets."""
     template = pod.template("")
     container = template["spec"]["containers"][0]
-    for given in ("args", "env"):  # by the TrainJob
+    for given in ("args", "env"):  # set by the TrainJob
         del container[given]
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     return [{

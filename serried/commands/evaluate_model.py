@@ -64,5 +64,5 @@ def evaluate(words: list[str]) -> int:
 
         return with_chosen(lambda: Path(session.once(lambda: str(find_saved(given, "evaluate").folder))), evaluated)
 
-    # The machine that evaluates may be in no cloud.
+    # The machine that evaluates may not be in a cloud.
     return run_in_session(config.launch.model_copy(update={"notice": None}), work)

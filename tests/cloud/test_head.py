@@ -155,7 +155,7 @@ def test_files_of_an_unclear_commit_stay_until_a_later_write_of_the_head(server:
     server.set_faults()
     assert head.give_up(entry.attempt) is False
     assert len(store.list(entry.prefix)) == 1  # the commit may still arrive
-    assert head.sweep() == [entry.attempt]  # its own renewal has shown that it did not
+    assert head.sweep() == [entry.attempt]  # the renewal in it has shown that the commit did not arrive
     assert store.list(entry.prefix) == []
 
 

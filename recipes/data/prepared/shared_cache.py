@@ -206,7 +206,7 @@ class _Claim:
                 self._tag = self._store.put(self._key, json.dumps(content).encode(), self._tag)
                 return True
             except StoreError:
-                pass  # it may have been written
+                pass  # the write may have taken effect
         found = self._store.get(self._key)
         return found is not None and self._is_ours(found)
 

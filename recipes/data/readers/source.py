@@ -38,7 +38,7 @@ class Place(NamedTuple):
         line."""
         if self.noun == "row":
             return f"{self.path} row {self.number + 1:,}"
-        if is_bucket_url(self.path):  # prepared elsewhere: the file may not be on this node
+        if is_bucket_url(self.path):  # the data may have been prepared on another node
             return f"{self.path} at byte {self.number:,}"
         lines, position = 1, self.number
         with open_plain(self.path if "://" in self.path else Path(self.path)) as stream:

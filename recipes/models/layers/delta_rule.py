@@ -78,7 +78,9 @@ def _in_chunks(
     since_start = total.exp()
     until_end = (total[..., -1:] - total).masked_fill(~before[..., -1, :], float("-inf")).exp()
     if documents is not None:
-        previous = torch.cat((number[:, :, :1, -1:], number[:, :, :-1, -1:]), dim=2)  # document of the chunk's state
+        previous = torch.cat(
+            (number[:, :, :1, -1:], number[:, :, :-1, -1:]), dim=2
+        )  # the document that the state belongs to
         since_start = since_start * (number == previous)
     since_start, until_end = since_start.unsqueeze(-1), until_end.unsqueeze(-1)
     of_chunk = since_start[..., -1:, :]

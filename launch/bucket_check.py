@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serried.configs.errors import UserError
-from serried.records.object_store import open_store
+from serried.records.object_store import open_store, s3_endpoint
 from serried.records.store import ABSENT, Conflict, Store, StoreError
 
 OBJECT_BYTES = 64 * 2**20
@@ -91,7 +91,7 @@ def _check_settings(url: str, found: BucketReport) -> None:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    client = boto3.client("s3", endpoint_url=os.environ.get("AWS_ENDPOINT_URL"))
+    client = boto3.client("s3", endpoint_url=s3_endpoint() or None)
     rule = f"AbortIncompleteMultipartUpload of {_KEEP_DAYS} days"
     try:
         rules = client.get_bucket_lifecycle_configuration(Bucket=bucket).get("Rules", [])

@@ -19,7 +19,7 @@ from serried.records.files import replacing, write_atomically
 from serried.records.metrics import LOST_METRICS, METRICS
 from serried.records.run_folder import IMAGES, PROFILES
 from serried.records.status import STATUS
-from serried.records.store import Store, StoreError
+from serried.records.store import ABSENT, ANY, Conflict, Store, StoreError
 
 RECORDS_PREFIX = "records"
 SEGMENT_BYTES = 4 * 2**20
@@ -135,7 +135,10 @@ class Mirror:
                 return
             key = f"{self._prefix}/{name}"
             if stat.st_size <= _PIECE_BYTES:
-                self._store.put(key, file.read())
+                # At first, logs of other nodes are copies from an earlier start. The nodes themselves have newer ones.
+                is_copy = self._is_main and name.startswith("log/") and name not in self._sent
+                with suppress(Conflict):
+                    self._store.put(key, file.read(), ABSENT if is_copy else ANY)
             else:
                 upload = self._store.writer(key)
                 try:

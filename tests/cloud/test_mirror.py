@@ -74,6 +74,24 @@ def test_records_of_all_kinds_are_in_the_next_start(server: S3Server, folder: st
         assert (next_start / name).read_bytes() == (run.path / name).read_bytes()
 
 
+def test_log_of_another_node_is_newer_than_the_copy_of_an_earlier_start(
+    server: S3Server, folder: str, tmp_path: Path
+) -> None:
+    store, logs = open_store(server.url(folder)), {}
+    for node, text in (("main", "before\n"), ("other", "before\nnow\n")):
+        logs[node] = tmp_path / node / "log"
+        logs[node].mkdir(parents=True)
+        (logs[node] / "rank-1.log").write_text(text)
+    Mirror(store, 2, tmp_path / "other", print, is_main=False).send_all()
+    main = Mirror(store, 2, tmp_path / "main", print, is_main=True)
+    for text in ("a\n", "a\nb\n"):
+        (logs["main"] / "rank-0.log").write_text(text)
+        main.send_all()
+        found = server.objects(f"{folder}/records")
+        assert found[f"{folder}/records/2/log/rank-0.log"] == text.encode()
+        assert found[f"{folder}/records/2/log/rank-1.log"] == b"before\nnow\n"
+
+
 def test_objects_that_no_run_writes_are_not_downloaded(server: S3Server, folder: str, tmp_path: Path) -> None:
     client, store = server.client(), open_store(server.url(folder))
     for name in (".lock", "log/.evil", "unknown", "log/fine"):

@@ -307,7 +307,7 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader("launch.stop_timeout_seconds", lambda run: run.config.launch.name == "local" or run.is_sweep,
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=local"),
-    # The keys dry_run of these sections are refused.
+    # dry_run of these sections is refused elsewhere.
     Reader("kubernetes.[!d]*", lambda run: run.config.launch.name == "kubernetes",
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=kubernetes"),
     Reader("skypilot.[!d]* skypilot.disk_gb", lambda run: run.config.launch.name == "skypilot",

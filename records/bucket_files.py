@@ -259,7 +259,9 @@ def upload(path: Path, url: str, key: str) -> int:
         }
     else:
         files = {name: path}
-    total, done, lock = sum(file.stat().st_size for file in files.values()), 0, threading.Lock()
+    total = sum(file.stat().st_size for file in files.values())
+    done = 0
+    lock = threading.Lock()
 
     def count(size_bytes: int) -> None:
         nonlocal done
@@ -307,7 +309,9 @@ def refuse_taken(url: str, key: str) -> None:
 
 def answer(request: dict[str, Any]) -> Any:
     """Return the answer to a request as plain data."""
-    kind, url, key = request["do"], request["url"], request["key"]
+    kind = request["do"]
+    url = request["url"]
+    key = request["key"]
     try:
         if kind == "list":
             return list_files(url, key)

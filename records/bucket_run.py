@@ -150,7 +150,7 @@ def rebuilt_head(store: Store) -> tuple[HeadContent, Expect | str]:
     except NewerVersion:
         raise
     except UserError:
-        pass  # to be rebuilt
+        pass  # the head is damaged, and rebuilt below
     if is_intact:
         raise UserError(f"{store.where(HEAD)} is intact, so there is nothing to repair; leave it")
     sizes: dict[str, dict[str, int]] = {}

@@ -156,7 +156,9 @@ class Head:
     def __init__(self, store: Store, content: HeadContent, tag: Expect | str, job: str, renew_seconds: float) -> None:
         self.store = store
         self.owner = uuid.uuid4().hex
-        self._content, self._tag, self._job = content, tag, job
+        self._content = content
+        self._tag = tag
+        self._job = job
         self._renew_seconds = renew_seconds
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._nonces: set[str] = set()
@@ -221,7 +223,10 @@ class Head:
 
     def _take(self) -> None:
         def take(new: HeadContent) -> None:
-            new.epoch, new.owner, new.host, new.job = new.epoch + 1, self.owner, socket.gethostname(), self._job
+            new.epoch = new.epoch + 1
+            new.owner = self.owner
+            new.host = socket.gethostname()
+            new.job = self._job
             new.state = "held"
 
         try:

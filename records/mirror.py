@@ -61,7 +61,10 @@ class Mirror:
             announce: Called once, when all records have been uploaded for the first time.
         """
         self._announce: Callable[[], None] | None = announce
-        self._store, self._folder, self._say, self._is_main = store, folder, say, is_main
+        self._store = store
+        self._folder = folder
+        self._say = say
+        self._is_main = is_main
         self._prefix = records_folder(epoch)
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._sent: dict[str, tuple[int, int, float]] = {}
@@ -155,7 +158,9 @@ class _Segments:
     """``metrics.jsonl`` in the bucket."""
 
     def __init__(self, store: Store, prefix: str, path: Path) -> None:
-        self._store, self._prefix, self._path = store, prefix, path
+        self._store = store
+        self._prefix = prefix
+        self._path = path
         self._segments: list[tuple[int, int]] = []
         """Size and checksum of each segment that was uploaded."""
         self._inode = 0

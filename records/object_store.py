@@ -20,8 +20,11 @@ from serried.records.store import ANY, Conflict, Expect, Listed, Store, StoreErr
 
 PART_BYTES = 16 * 2**20
 _SMALL_BYTES = 2**20
-_SMALL_SECONDS, _PART_SECONDS, _CONNECT_SECONDS = 5.0, 20.0, 5.0
-"""Time limits of a request of at most ``_SMALL_BYTES``, of a larger one, and of connecting."""
+_SMALL_SECONDS = 5.0
+"""Time limit of a request of at most ``_SMALL_BYTES``."""
+_PART_SECONDS = 20.0
+"""Time limit of a larger request."""
+_CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 180.0
 _FIRST_WAIT_SECONDS = 0.5
 _READS = 5

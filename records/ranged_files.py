@@ -62,7 +62,9 @@ class RangedFile:
     """A file in a bucket with a checksum for each MiB. Several threads may read it at once."""
 
     def __init__(self, store: Store, key: str, size: int, blocks: str) -> None:
-        self._store, self._key, self._size = store, key, size
+        self._store = store
+        self._key = key
+        self._size = size
         self._sums = block_sums(blocks, size)
         self._small_reads = threading.Lock()
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))

@@ -190,7 +190,10 @@ class _Watcher:
     def __init__(
         self, cloud: str, ask: Callable[[], Notice | None], signals: Signals, closing: threading.Event
     ) -> None:
-        self._cloud, self._ask, self._signals, self._closing = cloud, ask, signals, closing
+        self._cloud = cloud
+        self._ask = ask
+        self._signals = signals
+        self._closing = closing
         self._told: set[bool] = set()
         self._answered = time.monotonic()
 

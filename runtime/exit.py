@@ -210,7 +210,7 @@ class Cause:
                 return Failure(self._rank, f"{self._signals.deadline} before the first step", EXIT_STOPPED)
             if is_end_of_another(reason) and (lost := self._await_loss()) is not None:
                 reason = f"{_END_OF_ANOTHER}: {lost}"
-            # A hang, whether the watchdog or the timeout of a collective notices it first.
+            # A hang is resumable, whether the watchdog or the timeout of a collective notices it first.
             return Failure(self._rank, reason, EXIT_STOPPED if reason.startswith(_SILENCE) else exit_code_of(error))
         asked, when = str(error), "" if self.first_step_is_done else " before the first step"
         if not asked.startswith("SIG"):  # the same on every rank

@@ -69,7 +69,7 @@ def pytest_runtest_setup() -> None:
 
     random.seed(1)
     np.random.seed(1)
-    # torch.manual_seed also writes down the stack, for devices that are not there.
+    # torch.manual_seed would also record a stack trace for devices that do not exist.
     torch.default_generator.manual_seed(1)
 
 

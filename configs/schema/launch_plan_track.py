@@ -67,7 +67,7 @@ class LaunchSection(Section):
     """Seconds that a stop with ``launch=local`` may take, including the checkpoint, before processes are killed."""
     notice: Literal["aws", "gcp", "azure"] | None = None
     """Cloud whose metadata service announces that this machine is taken away, such as a spot instance: the run then
-    saves and stops. Null: none is asked."""
+    saves and stops. Null: no service is asked."""
 
     @property
     def submits(self) -> bool:

@@ -19,7 +19,7 @@ class SkypilotSection(Section):
     infra: str | None = Field(default=None, pattern=r"^[a-z0-9*][A-Za-z0-9*._-]*(/[A-Za-z0-9*._-]+){0,2}$")
     """Cloud, region and zone, such as ``aws`` or ``gcp/us-central1``; null: SkyPilot chooses the cheapest."""
     accelerator: str = Field(default="H100", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """GPU by SkyPilot's name (``sky gpus list``)."""
+    """SkyPilot's name of the GPU (``sky gpus list``)."""
     gpus: PositiveCount | None = 8
     """Number of GPUs per node; also sets ``launch.processes``. Null: none, to train on the CPU."""
     cpus: PositiveCount | None = None
@@ -31,8 +31,8 @@ class SkypilotSection(Section):
     spot: bool = True
     """Use spot instances, which the cloud may take away."""
     retries: Count = 0
-    """Maximum number of restarts after a failure. SkyPilot counts all alike, including a mistake in the command.
-    Stopped runs and lost nodes do not count."""
+    """Maximum number of restarts after a failure. SkyPilot counts all failures alike, including a mistake in the
+    command. Stopped runs and lost nodes do not count."""
     file_mounts: dict[str, str] = Field(default_factory=dict)
     """Files to copy to each node: a local path or the URL of a bucket, by path on the node, such as
     ``{/data: s3://bucket/books}``."""

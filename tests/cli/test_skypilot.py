@@ -90,7 +90,7 @@ def test_script_of_the_task_sets_what_a_pod_reads(tmp_path: Path, capsys: pytest
 def test_parser_of_skypilot_accepts_the_task(
     argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = printed(capsys, *argv, "skypilot.file_mounts={}")  # it looks for buckets
+    found = printed(capsys, *argv, "skypilot.file_mounts={}")  # SkyPilot would look for the bucket
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(found))
     code = (
         "import json, sky; task = sky.Task.from_yaml_config(json.load(open('task.json')), "

@@ -173,7 +173,7 @@ def test_store_that_does_not_answer_is_no_damage(
             patched.setattr(ObjectStore, "stat", no_answer)
             with pytest.raises(UserError, match=r"cannot read model\.safetensors: no answer"):
                 RangedFile(open_store(started), "a", 4, "AAAAAA==").read_into(0, memoryview(bytearray(4)))
-        monkeypatch.setattr(bucket_run, "download_records", lambda *_: None)  # also reads ranges
+        monkeypatch.setattr(bucket_run, "download_records", lambda *_: None)  # it reads ranges too
         ended = run_here(tiny_overrides(text, started))
     assert ended.code == 78, ended.printed
     assert "cannot read model.safetensors: no answer" in ended.printed
@@ -212,7 +212,7 @@ def test_process_that_lost_the_run_removes_no_upload_of_the_next(
         BucketCheckpoints(store, scratch, section, None, SimpleNamespace(head=head))  # type: ignore[arg-type]
         for head in heads
     )
-    if not knows:  # it is taken over only now
+    if not knows:  # the run is taken over after the sweep of attempts
         monkeypatch.setattr(heads[0], "sweep", list)
     notes = zombie.sweep()
     assert [note.partition(": ")[0] for note in notes] == [f"cannot remove the remains of saves in {url}"] * knows

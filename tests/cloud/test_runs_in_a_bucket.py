@@ -223,7 +223,7 @@ def test_start_reads_the_head_once_and_lists_nothing_while_it_trains(
 def test_run_killed_on_one_node_resumes_on_another_with_every_line_once(
     server: S3Server, folder: str, url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SERRIED_JOB", "job-1")  # whose next process need not wait
+    monkeypatch.setenv("SERRIED_JOB", "job-1")  # the next process of the same job need not wait
     words = tiny_overrides(text, url, "trainer.steps=100000", "schedule=constant", "checkpoint.every=10")
     store = open_store(url)
 

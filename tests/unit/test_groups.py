@@ -186,7 +186,7 @@ def test_gloo_connects_when_needed_only_among_many_ranks(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_run_whose_ranks_connect_when_needed_has_the_same_losses(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    """Gloo reads the variable once in a process, so new ones train."""
+    """Gloo reads the variable once per process, so new processes train."""
     more = ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.steps=4", "checkpoint.every=2"]
     cluster.run(4, "testing.runs:train_small", argv=overrides(text, tmp_path / "eager", *more))
     lazy = Cluster(4, variables=lambda *rank: torchruns_variables(*rank) | {GLOO_LAZY: "1"})

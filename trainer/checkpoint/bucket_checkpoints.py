@@ -74,7 +74,9 @@ class BucketFiles:
     has_block_sums = True
 
     def __init__(self, store: Store, prefix: str, pace: Pace | None = None) -> None:
-        self._store, self._prefix, self._pace = store, prefix, pace
+        self._store = store
+        self._prefix = prefix
+        self._pace = pace
         self._open: tuple[str, Upload] | None = None
 
     def open(self, name: str) -> None:
@@ -116,7 +118,10 @@ class BucketCheckpoints:
         self, store: Store, scratch: Path, section: CheckpointSection, session: Session, folder: RunFolder | None
     ) -> None:
         """``folder``: the scratch folder of the run, with the claim. None except on rank 0."""
-        self._store, self._scratch, self._section, self._session = store, scratch, section, session
+        self._store = store
+        self._scratch = scratch
+        self._section = section
+        self._session = session
         self._folder = folder
         limit = section.upload_bytes_per_second
         self._pace = Pace(limit / session.local_world_size) if limit else None

@@ -104,7 +104,9 @@ class FolderCheckpoints:
     """Checkpoints in a folder on a disk that all nodes share. A save is committed by renaming its folder."""
 
     def __init__(self, folder: Path, section: CheckpointSection, session: Session) -> None:
-        self._folder, self._section, self._session = folder, section, session
+        self._folder = folder
+        self._section = section
+        self._session = session
 
     is_ours = True
 

@@ -86,7 +86,7 @@ class JointEnd:
     def after_loss(self, lost: Mapping[str, Any]) -> NoReturn:
         """End this process because the process of another rank has ended. ``lost``: the rank, its step, the reason."""
         self._prepare({"rank": lost["rank"], "reason": lost["reason"]})
-        if self._session.rank == (lost["rank"] == 0):  # rank 1 in place of rank 0
+        if self._session.rank == (lost["rank"] == 0):  # rank 1 prints if rank 0 is lost
             with suppress(OSError):
                 print(
                     f"stopped    {lost['reason']}. Run the same command to resume from the newest checkpoint",

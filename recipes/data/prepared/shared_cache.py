@@ -152,7 +152,9 @@ class _Claim:
     """Object that names the process at work, which changes it to show that it is alive. Clocks are not compared."""
 
     def __init__(self, store: Store, key: str, patience_seconds: float) -> None:
-        self._store, self._key, self._patience_seconds = store, key, patience_seconds
+        self._store = store
+        self._key = key
+        self._patience_seconds = patience_seconds
         self._owner = uuid.uuid4().hex
         self._number = 0
         self._tag: Expect | str = ABSENT

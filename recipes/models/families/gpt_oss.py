@@ -30,7 +30,9 @@ class GptOssExperts(StackedExperts):
 
     def __init__(self, config: GptOssSection) -> None:
         super().__init__()
-        experts, dim, hidden = config.experts, config.dim, config.expert_hidden_dim
+        experts = config.experts
+        dim = config.dim
+        hidden = config.expert_hidden_dim
         self.alpha, self.limit = config.plain["swiglu_alpha"], config.swiglu_limit
         self.gate_up_proj = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * hidden))

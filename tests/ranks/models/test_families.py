@@ -716,7 +716,7 @@ def layouts_of(changes: dict[str, str]) -> tuple[str, ...]:
 
 SELECTIVE = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
 WHOLLY = {"gpt_oss": "selective", "deepseek_v3": "none"}
-"""Families with all layouts, and their activation checkpointing."""
+"""Families that are tested on all layouts, with the activation checkpointing to use."""
 DAILY = ("olmo2_7b",)
 
 

@@ -222,7 +222,7 @@ def test_run_started_with_another_value_keeps_it_if_the_key_is_typed(kind: str, 
     folder.mkdir()
     run.mkdir()
     section = models.get(kind).section
-    heads = 32 if kind == "deepseek_v3" else 8  # which has no other number
+    heads = 32 if kind == "deepseek_v3" else 8  # one per query head, as the family requires
     found = {"model_type": kind, "head_dim": 16, "num_attention_heads": 32, "num_key_value_heads": heads}
     found |= REQUIRED.get(kind, {})
     (folder / "config.json").write_text(json.dumps(found))

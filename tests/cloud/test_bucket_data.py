@@ -178,6 +178,10 @@ def test_wrong_url_is_one_line(server: S3Server, folder: str, tmp_path: Path) ->
             prepared(path, tmp_path)
         assert str(error.value).startswith(said)
         assert "\n" not in str(error.value)
+    for tokenizer in (f"{url}/images", f"{url}/images/tokenizer.json"):
+        with pytest.raises(UserError) as error:
+            prepared(url, tmp_path, tokenizer=tokenizer)
+        assert str(error.value).startswith(f"data.tokenizer={tokenizer}: the folder has no tokenizer.json; create it ")
 
 
 def test_lack_of_library_rights_and_space_is_one_line(

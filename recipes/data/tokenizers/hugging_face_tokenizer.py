@@ -261,13 +261,14 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
     ``UserError`` if it does not exist or is not available."""
     here = local_tokenizer(name)
     path = Path(os.path.expanduser(here))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
-    if path.is_dir():
+    is_folder = path.is_dir()
+    if is_folder:
         path = path / "tokenizer.json"
-        if not path.exists():
-            raise UserError(
-                f"{assignment('data.tokenizer', name)}: the folder has no tokenizer.json; create it with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
+    if (is_folder or is_bucket_url(name)) and not path.exists():
+        raise UserError(
+            f"{assignment('data.tokenizer', name)}: the folder has no tokenizer.json; create it with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     try:
         files = _files_beside(path) if path.exists() else _files_of_hub(name)
         return chars_tokenizer_of(files["tokenizer.json"]) or HuggingFaceTokenizer(files)

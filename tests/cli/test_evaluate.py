@@ -89,14 +89,14 @@ def test_saved_config_of_a_stranger_chooses_no_place_to_write_to(run_dir: Path, 
     saved = yaml.safe_load((run_dir / "config.yaml").read_text())
     saved["run"]["dir"] = "/etc"
     saved["track"]["mlflow"] = "https://dapi-token@host/"  # as an earlier version kept it
-    for cache, kept in (("theirs", None), ("ours", tmp_path / "ours")):
+    for cache, kept in (("theirs", None), ("ours", str(tmp_path / "ours"))):
         saved["data"]["cache_dir"] = str(tmp_path / cache)
         (tmp_path / "ours/memos").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(saved))
         config = compose_saved(folder / "config.yaml", [], ())
         assert (config.run.dir, config.data.cache_dir, config.track.mlflow) == (folder, kept, None)
         typed = compose_saved(folder / "config.yaml", [f"data.cache_dir={tmp_path / 'typed'}"], ("data",))
-        assert typed.data.cache_dir == tmp_path / "typed"
+        assert typed.data.cache_dir == str(tmp_path / "typed")
 
 
 @pytest.mark.slow

@@ -125,6 +125,8 @@ class Part(NamedTuple):
 
 
 class Mixed:
+    is_shuffled_together = False
+
     def __init__(self, **parts: tuple[int, float]) -> None:
         self.parts = {name: Part(*part) for name, part in parts.items()}
 

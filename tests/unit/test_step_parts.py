@@ -4,6 +4,7 @@ import importlib
 import itertools
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,10 @@ def test_batch_that_does_not_divide_is_refused_with_a_fix_that_does(
             if fix.startswith("a number of data ranks that divides it: "):
                 for other in fix.split(": ")[1].split(", "):
                     gradient_accumulation(trainer, Layout("ddp", replicate=int(other)))
+                continue
+            if fix == "parallel.uneven=true for unequal shares":
+                most = gradient_accumulation(trainer, replace(layout, uneven=True))
+                assert (most - 1) * micro_batch * ranks < global_batch <= most * micro_batch * ranks
                 continue
             key, value = fix.removeprefix("trainer.").split("=")
             gradient_accumulation(trainer.model_copy(update={key: int(value)}), layout)

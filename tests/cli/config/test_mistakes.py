@@ -230,7 +230,7 @@ MISTAKES = [
     _mistake(
         "window",
         "model.sliding_window=64",
-        "model.family=gemma2, gemma3_text, gpt_oss, mistral, phi3, but the run uses",
+        "model.family=gemma2, gemma3_text, gemma4_text, gpt_oss, mistral, phi3, but the run uses",
     ),
     _mistake("soft cap", "model=gemma2_9b|model.attn_logit_softcapping=50", "did you mean model.score_soft_cap=50?"),
     _mistake("epsilon", "model=mistral7b|model.rms_norm_eps=1e-5", "did you mean model.norm_eps=1e-5?"),

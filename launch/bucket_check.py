@@ -57,13 +57,13 @@ def _check_rights(store: Store, found: BucketReport) -> None:
     attempt("conditional PutObject", lambda: _refuses(store, key, tag, found))
     content = attempt("GetObject", lambda: store.get(key))
     if not found.problems and (content is None or content[0] != b"2"):
-        found.problems.append(f"{store.url} does not return what was written")
+        found.problems.append(f"{store.url} does not return the object that was written")
     listed = attempt("ListBucket", lambda: [entry.key for entry in store.list(folder)])
     if listed is not None and listed != [key]:
-        found.problems.append(f"{store.url} does not list what was written")
+        found.problems.append(f"{store.url} does not list the object that was written")
     attempt("DeleteObject", lambda: store.delete([key]))
     if not found.problems and attempt("GetObject", lambda: store.get(key)) is not None:
-        found.problems.append(f"{store.url} still has what was deleted")
+        found.problems.append(f"{store.url} still has an object that was deleted")
 
 
 def _refuses(store: Store, key: str, tag: str, found: BucketReport) -> None:

@@ -62,7 +62,7 @@ def list_files(url: str, key: str) -> dict[str, Any]:
         some = ", ".join(entry.key for entry in objects[:5])
         raise UserError(f"{key}={url} matches no object; {root} has {some}, ...; ** matches subfolders")
     if not files:
-        raise UserError(f"{key}={url} has no objects; see what is there with: {_command(root.rpartition('/')[0])}")
+        raise UserError(f"{key}={url} has no objects; list what is there: {_command(root.rpartition('/')[0])}")
     return _answer(root, files, is_folder=fixed is None)
 
 

@@ -236,7 +236,7 @@ def test_new_start_sets_the_run_aside_and_its_objects_stay(
     before = {key: content for key, content in server.objects(folder).items() if any(part in key for part in kept)}
     ended = run_here(tiny_overrides(text, started, "checkpoint.resume=never"))
     assert ended.code == 0, ended.printed
-    assert f"an earlier run here (stopped at step 4) is kept as number 1 of {started}/head.json" in ended.printed
+    assert f"an earlier run here (stopped at step 4) is kept as entry 1 of {started}/head.json" in ended.printed
     assert losses(server, folder) == local_losses(straight)
     after = server.objects(folder)
     assert {key: after.get(key) for key in before} == before

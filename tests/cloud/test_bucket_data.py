@@ -167,7 +167,7 @@ def test_wrong_url_is_one_line(server: S3Server, folder: str, tmp_path: Path) ->
     put(server, folder, {"images/1.png": b"1", "images/2.png": b"2", "both/a": b"1", "both/a/b": b"2"})
     url = server.url(folder)
     wrong = {
-        f"{url}/none": f"data.path={url}/none has no objects; see what is there with: aws s3 ls {url}/",
+        f"{url}/none": f"data.path={url}/none has no objects; list what is there: aws s3 ls {url}/",
         f"{url}/*/*.csv": f"data.path={url}/*/*.csv matches no object; {url} has both/a, both/a/b, images/1.png, ",
         f"{url}/images": f"data.path={url}/images: none of the 2 files in it ends in .txt .text .md ",
         f"{url}/both": f"the object {url}/both/a cannot be stored as a file: it is also the name of a folder; ",

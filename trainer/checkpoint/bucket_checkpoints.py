@@ -303,14 +303,14 @@ def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str
         if not content.checkpoints and not content.records:
             return []
         earlier = Earlier(content.records, content.checkpoints, folder.earlier_end()[:_LONGEST_END])
-        note = f"an earlier run here ({earlier.end}) is kept as number {number} of {where}; starting from step 0"
+        note = f"an earlier run here ({earlier.end}) is kept as entry {number} of {where}; starting from step 0"
     else:
         newer = [entry for entry in content.checkpoints if entry.step > start_step]
         if not newer:
             return []
         earlier = Earlier(0, newer, f"newer than step {start_step}")
         note = (
-            f"newer checkpoints ({', '.join(entry.attempt for entry in newer)}) are kept as number {number} of {where}"
+            f"newer checkpoints ({', '.join(entry.attempt for entry in newer)}) are kept as entry {number} of {where}"
         )
 
     def move(new: HeadContent) -> None:

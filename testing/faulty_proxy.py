@@ -44,7 +44,7 @@ class Proxy:
         self._script: list[str] = []
         self._counts: Counter[str] = Counter()
         self._requests: list[str] = []
-        # The server is not atomic between the check of a condition and the write; a real service is.
+        # Unlike a real service, the server does not check a condition and write in one atomic step.
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

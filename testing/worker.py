@@ -33,7 +33,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         os.environ.pop(key, None)
     os.environ |= task["environment"]
     set_aside()
-    torch.default_generator.manual_seed(1)  # else what a task draws depends on those before it
+    torch.default_generator.manual_seed(1)  # otherwise the random draws of a task depend on earlier tasks
     with Path(task["output"]).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -75,7 +75,7 @@ def test_manifests_match_the_schemas_of_kubernetes_and_kubeflow(
     }[kind]  # fmt: skip
     jobs = [*found] if kind == "job" else []
     for document in found if kind != "job" else ():
-        module, _, name = MODELS[kind].partition(".")  # imported here: it takes long, in all processes of tests
+        module, _, name = MODELS[kind].partition(".")  # a slow import, only for this test
         model = getattr(importlib.import_module(f"kubeflow_trainer_api.models.{module}"), name)
         assert names(document) <= names(json.loads(model.from_dict(document).to_json())), "unknown keys are dropped"
         if kind != "trainjob":

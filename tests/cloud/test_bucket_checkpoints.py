@@ -104,7 +104,7 @@ def started(url: str, text: Path) -> str:
 
 @pytest.fixture(scope="module")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in a folder that was not disturbed."""
+    """An undisturbed run in a folder."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     assert run_here(tiny_overrides(text, run_dir)).code == 0
     return run_dir
@@ -343,7 +343,7 @@ def test_run_that_is_taken_over_before_its_last_save_ends_with_75(
         if step == 5:
             taken.append(Head.claim(open_store(url), patience_seconds=0.0))
 
-    # Only the commit finds out.
+    # Only the commit notices it.
     monkeypatch.setattr(Control, "look", lambda _: None)
     monkeypatch.setattr(Control, "look_at_folder", lambda _: None)
     monkeypatch.setattr(Head, "renew", lambda _: None)

@@ -122,7 +122,7 @@ def test_process_that_lost_the_run_ends_with_75_and_changes_nothing_more(
 def test_process_that_lost_the_run_in_its_last_save_ends_with_75(url: str, text: Path) -> None:
     def take(trainer: Trainer, step: int) -> None:
         if step == 5:
-            trainer._shutdown._control.end()  # so that the save is the first to find out
+            trainer._shutdown._control.end()  # so that the save is the first to notice
             taken.append(Head.claim(open_store(url), patience_seconds=0.0))
 
     taken: list[Head] = []

@@ -119,7 +119,7 @@ def test_request_within_a_long_step_drops_it_on_all_ranks_and_resumes_bitwise(
     answers = cluster.run(
         ranks, "tests.runs.test_dropped_step:train_asked", argv=argv, asked_in=SECOND_OF_STEP_3, rank=ranks - 1
     )
-    more = layout == "uneven"  # rank 0 has one more micro-batch in a step, but in none does it vote alone
+    more = layout == "uneven"  # rank 0 has one more micro-batch in some steps, and does not vote before it
     done = [SECOND_OF_STEP_3 + 2 * more, *[SECOND_OF_STEP_3] * (ranks - 1)]
     asked = [{"code": EXIT_STOPPED, "micro_batches": count} for count in done]
     assert [answer.value for answer in answers] == asked, answers[0].printed

@@ -141,7 +141,7 @@ def test_missing_metadata_service_and_unusable_address_are_one_line(monkeypatch:
         monkeypatch.setenv(ADDRESS, given)
         with pytest.raises(UserError, match=said), watch(section, Signals(), is_first_on_node=True):
             pass
-        with watch(section, Signals(), is_first_on_node=False):  # others do not ask
+        with watch(section, Signals(), is_first_on_node=False):  # the other processes do not ask
             pass
 
 
@@ -187,7 +187,7 @@ def test_run_saves_once_at_an_elevated_risk_and_stops_when_the_end_is_announced(
             if step in pages:
                 service.pages.update(pages[step])
                 count = service.counts
-                _wait(lambda: service.counts > count + 4 or not is_asking())  # it asks no more after a last notice
+                _wait(lambda: service.counts > count + 4 or not is_asking())  # it stops asking after a final notice
 
         overrides = ("trainer.steps=9", "checkpoint.every=0", "launch.notice=aws")
         ended = run_here(tiny_overrides(text, tmp_path / "run", *overrides), announce)

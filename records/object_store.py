@@ -91,7 +91,7 @@ def _has_aws_credentials() -> bool:
 
 
 def _is_amazon_instance() -> bool:
-    """Return whether this may be an instance with a role. Elsewhere the library would search for minutes."""
+    """Return whether this may be an instance with a role. Elsewhere the library would wait for minutes."""
     try:
         vendor = Path("/sys/class/dmi/id/sys_vendor").read_text("utf-8")
     except OSError:

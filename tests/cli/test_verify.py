@@ -238,7 +238,7 @@ COMPARED = {"parity": parity, "determinism": determinism, "resume": resume}
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_checks_pass_on_a_cpu_once_under_torchrun(tmp_path: Path) -> None:
-    """All but those that compare runs."""
+    """All checks except those that compare many runs."""
     names = [check.name for check in CHECKS if check.name not in COMPARED]
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     words = ("-m", "serried", "verify", f"only={','.join(names)}", "out=report.json", "launch.device=cpu")

@@ -515,7 +515,7 @@ def _observed(look: Callable[[], None]) -> Iterator[None]:
 
 
 def test_save_in_a_folder_makes_the_system_calls_of_version_0_2(text: Path, tmp_path: Path) -> None:
-    """Counts of version 0.2, by strace. Files: model, optimizer, config, state, two of the tokenizer, manifest."""
+    """Counts of version 0.2, from strace. Files: model, optimizer, config, state, two tokenizer files, manifest."""
     made: Counter[str] = Counter()
 
     def counted(name: str, change: Callable[..., Any]) -> Callable[..., Any]:

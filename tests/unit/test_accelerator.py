@@ -77,7 +77,7 @@ def join_on_stand_in(uuids: list[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def new_ranks() -> Iterator[Cluster]:
-    """Two new ranks: a device is registered once in a process."""
+    """Two new ranks, because a process can register a device only once."""
     ranks = Cluster(2)
     yield ranks
     ranks.stop()

@@ -1,6 +1,6 @@
 """Checkpoints of a run in a bucket: saving, reading and removing them.
 
-A save uploads into a folder of its own name, and is committed by a write of the run's head (``records/head.py``). A
+A save uploads into its own folder, and is committed by a write of the run's head (``records/head.py``). A
 checkpoint is read through a local folder that has its small files, and whose tensor files are read by ranges
 (``records/ranged_files.py``).
 """

@@ -272,8 +272,7 @@ class BatchShare(NamedTuple):
     def positions(self) -> range:
         """Positions of this rank's micro-batches among the micro-batches of a global batch.
 
-        Micro-batches are assigned round-robin, so some ranks have one more if the number of ranks does not divide
-        theirs.
+        Micro-batches are assigned round-robin, so some ranks may have one more than others.
         """
         return range(self.data_rank, self.global_batch // self.micro_batch, self.data_ranks)
 

@@ -180,7 +180,7 @@ POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.p
 
 
 SLOW = ("gemma4_text", "qwen3_5_moe_text", "qwen3_5_text")
-"""Families whose code another one runs too."""
+"""Families whose code a test of another family runs too."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])

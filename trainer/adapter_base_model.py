@@ -130,8 +130,8 @@ def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[
     if files != (before := start.state.get(kind) or files):
         changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
         raise UserError(
-            f"the {kind} {folder} has changed since {start.checkpoint}: {changed[0]} has different content; restore "
-            f"the original files, or use {context.config.another_run} for a separate run"
+            f"the {kind} {folder} has changed since {context.config.run.shown(start.checkpoint)}: {changed[0]} has "
+            f"different content; restore the original files, or use {context.config.another_run} for a separate run"
         )
     return files
 
@@ -154,8 +154,9 @@ def teacher_keys(start: Start, context: Context) -> dict[str, Any] | None:
         names = teacher_section(name).names
         there = ", ".join(f'"{names.get(key, key)}": {json.dumps(before[key])}' for key in changed)
         context.console.say(
-            f"WARNING    task.teacher={name} has changed since {start.checkpoint}: {told}; keys that its {CONFIG} "
-            f"leaves out now have the defaults of transformers; to keep the earlier values, set {there} in {CONFIG}"
+            f"WARNING    task.teacher={name} has changed since {config.run.shown(start.checkpoint)}: {told}; keys that "
+            f"its {CONFIG} leaves out now have the defaults of transformers; to keep the earlier values, set {there} "
+            f"in {CONFIG}"
         )
     return keys
 

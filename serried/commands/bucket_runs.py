@@ -1,5 +1,6 @@
 """Commands for runs in a bucket: ``serried stop``, ``save``, ``logs``, ``fetch``, ``repair`` and ``clean``."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -89,9 +90,10 @@ def fetch(words: list[str]) -> int:
             for entry in entries:
                 download_checkpoint(store, entry, out / "checkpoints")
             download_records(store, head.records, out)
-        except StoreError:
-            raise
-        except OSError as error:
+        except BaseException as error:
+            shutil.rmtree(out, ignore_errors=True)  # a part of a run; the same command starts again
+            if not isinstance(error, OSError) or isinstance(error, StoreError):
+                raise
             raise UserError(f"cannot write out={out}: {error.strerror}; use out=FOLDER on another disk") from None
     for marker in (out / "checkpoints").glob(".*.attempt"):
         marker.unlink()

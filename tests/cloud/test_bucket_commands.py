@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 import serried as package
 from serried.cli import main as serried
+from serried.commands import bucket_runs
 from serried.records.head import read_head
 from serried.records.object_store import open_store
+from serried.records.store import StoreError
 from testing.runs import run_here, tiny_overrides
 from testing.s3_server import S3Server
 
@@ -60,8 +62,15 @@ def test_commands_read_the_checkpoints(trained: str, capfd: pytest.CaptureFixtur
 
 
 def test_fetched_run_is_a_run_folder_that_trains_on(
-    trained: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def break_off(*_: object) -> None:
+        raise StoreError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket_runs, "download_records", break_off)
+        assert serried(["fetch", trained, "out=here"]) == 78
+    assert not (tmp_path / "here").exists(), "the same command can be given again"
     assert serried(["fetch", trained, "out=here", "checkpoint=all"]) == 0
     assert f"fetched    {trained} to here; checkpoints: 4, 6" in capfd.readouterr().out
     here = tmp_path / "here"

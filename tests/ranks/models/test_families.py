@@ -688,7 +688,9 @@ ON_LAYOUTS["deepseek_v3"] = {
     "model.groups_per_token": "2", "model.experts_per_token": "2", "model.expert_hidden_dim": "24",
     "model.dense_layers": "1",
 }  # fmt: skip
-OF_MIXTURES = (*LAYOUTS, "fsdp x2 (ZeRO-3)", "hsdp 2x2", "expert x2", "expert x2 x tensor x2")
+OF_MIXTURES = ("pipeline x2, 1f1b", "context x2", "context x2, ring", "hsdp 2x2", "expert x2 x tensor x2")
+"""Every axis once: HSDP shards as FSDP does, and experts are combined with the tensor axis."""
+OF_DENSE = ("tensor x2", *OF_MIXTURES[:-1])
 NAMED = {cut.name: cut for cut in (*EXPERT_CUTS, *CUTS)}
 HYBRID = {
     "model.full_every": "2", "model.rotary_fraction": "0.5", "model.linear_key_heads": "2",
@@ -699,18 +701,19 @@ ON_LAYOUTS["gemma4_31b"] = {
     "model.sliding_window": "6", "model.logit_soft_cap": "3", "model.tie_embeddings": "true",
 }  # fmt: skip
 ON_LAYOUTS["qwen35_800m"] = HYBRID
-ON_LAYOUTS["qwen35_35b_a3b"] = HYBRID | {
+ON_LAYOUTS["qwen3_next_80b"] = HYBRID | {
     "model.experts": "4", "model.experts_per_token": "2", "model.expert_hidden_dim": "24", "model.shared_experts": "2",
+    "model.dense_layers": "1",
 }  # fmt: skip
-ON_LAYOUTS["qwen3_next_80b"] = ON_LAYOUTS["qwen35_35b_a3b"] | {"model.dense_layers": "1"}
+"""Qwen 3.5 with experts is made of the same blocks."""
 
 
 def layouts_of(changes: dict[str, str]) -> tuple[str, ...]:
     if "model.global_head_dim" in changes:
-        return tuple(axis for axis in OF_MIXTURES if "expert" not in axis)
+        return OF_DENSE
     if "model.full_every" in changes:  # linear attention has no context axis
-        axes = [axis for axis in OF_MIXTURES if "context" not in axis]
-        return tuple(axis for axis in axes if "model.experts" in changes or "expert" not in axis)
+        axes = OF_MIXTURES if "model.dense_layers" in changes else OF_DENSE
+        return tuple(axis for axis in axes if "context" not in axis)
     return LAYOUTS if "model.sliding_window" in changes else LAYOUTS[:2]
 
 

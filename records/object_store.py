@@ -333,6 +333,7 @@ class ObjectUpload:
             self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
             self._thread.start()
         self._queue.put(self._part)
+        self._queue.join()  # filling the next one meanwhile would be one more in memory
         self._part = bytearray()
 
     def _run(self) -> None:
@@ -351,16 +352,21 @@ class ObjectUpload:
                         raise
         except BaseException as error:
             self._error = error
-            while not self._is_complete and self._queue.get() is not None:  # until ``finish`` or ``abort``
+            while not self._is_complete and self._next() is not None:  # until ``finish`` or ``abort``
                 pass
 
     def _parts(self) -> Iterator[bytearray]:
-        while (part := self._queue.get()) is not None:
+        while (part := self._next()) is not None:
             if isinstance(part, _Abort):
                 raise _Aborted
             self._parts_taken += 1
             yield part
         self._is_complete = True
+
+    def _next(self) -> "bytearray | _Abort | None":
+        part = self._queue.get()
+        self._queue.task_done()
+        return part
 
     def _failure(self) -> StoreError:
         assert isinstance(self._error, Exception)

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -113,6 +115,34 @@ def test_small_object_is_written_with_one_request_and_leaves_no_upload(server: S
     upload.write(memoryview(b"abc"))
     upload.finish()
     assert server.counts() - before == {"PUT": 1, "bytes up": 3}
+
+
+class Counted(bytearray):
+    """A part of an upload, counted while something holds it."""
+
+    alive: ClassVar[weakref.WeakSet["Counted"]] = weakref.WeakSet()
+    most: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Counted.alive.add(self)
+        Counted.most = max(Counted.most, len(Counted.alive))
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def test_upload_faster_than_the_server_holds_at_most_8_parts(
+    server: S3Server, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "bytearray", Counted, raising=False)
+    server.set_faults(latency=0.2)
+    upload = small_parts(server, folder).writer("a")
+    part = memoryview(bytes(5 * MIB))
+    for _ in range(12):
+        upload.write(part)
+    upload.finish()
+    assert Counted.most <= 8, "six on their way, one that the library waits to send, and one that is filled"
 
 
 def test_aborted_upload_leaves_neither_object_nor_parts(server: S3Server, folder: str) -> None:

@@ -1,6 +1,7 @@
 """A run in a bucket from start to end, and the commands on it."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -147,6 +148,8 @@ class Raises(Callback):
 
     def on_step(self, run: Run) -> None:
         if run.step == 3:
+            commands = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, check=True).stdout
+            Path(os.environ["SERRIED_SCRATCH"], "commands").write_bytes(commands)
             raise RuntimeError("in step 3")
 
 
@@ -317,8 +320,8 @@ def test_bucket_that_does_not_exist_is_refused_in_one_line(text: Path) -> None:
     )
 
 
-def test_no_file_object_or_line_of_a_failed_run_has_a_credential(
-    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path
+def test_no_file_object_line_or_command_of_a_failed_run_has_a_credential(
+    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path, scratch: Path
 ) -> None:
     words = tiny_overrides(text, url, "launch=local", "launch.processes=2", "launch.device=cpu")
     ended = ended_of([*words, "--callback", f"{__name__}:Raises"])
@@ -327,6 +330,7 @@ def test_no_file_object_or_line_of_a_failed_run_has_a_credential(
     objects = server.objects(folder)
     assert len([key for key in objects if "/records/1/log/" in key]) == 2, "of both ranks, which the launcher forked"
     assert any(b"Traceback" in content for content in objects.values())
+    assert url.encode() in (scratch / "commands").read_bytes()
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     printed = [output.encode() for output in (ended.stdout, ended.stderr)]
     for secret in (SECRET.encode(), b"server-key"):

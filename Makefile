@@ -59,12 +59,18 @@ test-page: .venv/.ready-dev
 	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
 	$(BIN)/python -m pytest -m page tests/cli/test_page.py $(ARGS)
 
-# On the S3 server moto, through a proxy that cuts, delays and refuses. storm: all kills, about 10 minutes.
+# On the S3 server moto, through a proxy that cuts, delays and refuses; Azurite, which emulates Azure, comes from npm.
+test-cloud: .venv/.ready-dev
+	@if command -v azurite-blob >/dev/null || [ -x .venv/azurite/node_modules/.bin/azurite-blob ]; then :; \
+	elif command -v npm >/dev/null && \
+		npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.35.0 >/dev/null; then :; \
+	else echo "no Azurite here, and no npm to install it: tests of Azure skip"; fi
+	PATH="$(CURDIR)/.venv/azurite/node_modules/.bin:$$PATH" \
+		$(BIN)/python -m pytest -m cloud --numprocesses=2 --dist=loadfile $(ARGS)
+
+# All kills, about 10 minutes.
 storm: .venv/.ready-dev
 	$(BIN)/python -m testing.bucket_storm kills=200 zombies=20 races=20 lanes=3 $(ARGS)
-
-test-cloud: .venv/.ready-dev
-	$(BIN)/python -m pytest -m cloud --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """A stand-in for Kubernetes' job controller that runs pods as processes of this machine, as a rendered Job says."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -77,9 +78,7 @@ class JobController:
         self._job, self._workspace = job, workspace
         self._count = job["spec"]["completions"]
         self._starts = [0] * self._count
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            self._port = int(first.getsockname()[1])
+        self._port = _two_free_ports()
         self.ended: list[Ended] = []
         self.counted = 0
         self.pods = [self._start(index) for index in range(self._count)]
@@ -122,3 +121,18 @@ class JobController:
         """Return the output of all pods."""
         paths = sorted(self._workspace.glob("pod-*.log"), key=lambda path: path.stat().st_mtime)
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for path in paths)
+
+
+def _two_free_ports() -> int:
+    """Return a free port whose successor is free too: pods meet on the first, and ranks on the second.
+
+    Ports that the kernel gives to connections begin at 32768. One of those may be taken before a pod listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        try:
+            for number in (port, port + 1):
+                socket.create_server(("", number)).close()
+        except OSError:
+            continue
+        return port

@@ -71,6 +71,12 @@ def trackers(run_dir: Path, name: str = "") -> list[int]:
     return [pid for pid in found if parent(pid) not in found]
 
 
+def started_tracker(run_dir: Path) -> int:
+    """Return the tracker process of a run with one tracker. A process that has just started has no words yet."""
+    (tracker,) = wait_for(lambda: trackers(run_dir))
+    return int(tracker)
+
+
 def await_trackers(run_dir: Path) -> None:
     """Wait until the tracker processes of a run and all their children have ended."""
     seen: set[int] = set()

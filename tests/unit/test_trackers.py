@@ -24,7 +24,7 @@ from serried.records.metrics import GrowingFile
 from serried.records.trackers.rows import Rows
 from testing.disturb import family, send
 from testing.runs import metrics, tiny_overrides
-from tests.support.tracked import Records, await_trackers, scalars, trackers, wait_for, wandb_run
+from tests.support.tracked import Records, await_trackers, scalars, started_tracker, trackers, wait_for, wandb_run
 from tests.support.wandb_server import WandbServer, serving
 
 PNG = bytes.fromhex(
@@ -283,7 +283,7 @@ def test_wandb_service_killed_keeps_every_record_offline(text: Path, tmp_path: P
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 3)
     wait_for(lambda: server.runs and server.runs["abcd1234"].history)
-    (tracker,) = trackers(run_dir)
+    tracker = started_tracker(run_dir)
     for pid in family(tracker)[1:]:
         send(pid, signal.SIGKILL)
     records.steps(4, 6)
@@ -300,7 +300,7 @@ def test_tracker_process_ignores_signals_for_the_run_and_its_death_is_one_warnin
     records = Records(text, run_dir, "track.tensorboard=true")
     records.steps(1, 3)
     wait_for(lambda: scalars(run_dir))
-    (tracker,) = trackers(run_dir)
+    tracker = started_tracker(run_dir)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
         os.kill(tracker, number)
     wait_for(lambda: "TensorBoard: its process was killed by signal 9" in "".join(records.warnings()))
@@ -312,7 +312,7 @@ def test_end_does_not_wait_for_a_tracker_that_hangs_and_it_takes_everything_late
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.tensorboard=true")
     records.steps(1, 3)
-    (tracker,) = trackers(run_dir)
+    tracker = started_tracker(run_dir)
     os.kill(tracker, signal.SIGSTOP)
     records.folder.record("stop", step=3, state="finished", reason="all steps done")
     records.trackers.end(seconds=0.1)

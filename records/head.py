@@ -402,7 +402,7 @@ class Head:
         """Remove the files of attempts that the head does not name and that this process does not write. Returns the
         attempts.
 
-        Raises ``Fenced`` or ``StoreError``; what is left is removed next time.
+        Raises ``Fenced`` or ``StoreError``. The next sweep removes the remaining files.
         """
         self.renew()  # refused if the run is no longer ours
         with self._lock:

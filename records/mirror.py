@@ -19,7 +19,7 @@ from serried.records.files import replacing, write_atomically
 from serried.records.metrics import LOST_METRICS, METRICS
 from serried.records.run_folder import IMAGES, PROFILES
 from serried.records.status import STATUS
-from serried.records.store import ABSENT, ANY, Conflict, Store, StoreError
+from serried.records.store import ABSENT, ANY, Conflict, Store, StoreError, upload_file
 
 RECORDS_PREFIX = "records"
 SEGMENT_BYTES = 4 * 2**20
@@ -143,14 +143,7 @@ class Mirror:
                 with suppress(Conflict):
                     self._store.put(key, file.read(), ABSENT if is_copy else ANY)
             else:
-                upload = self._store.writer(key)
-                try:
-                    while piece := file.read(_PIECE_BYTES):
-                        upload.write(memoryview(piece))
-                except BaseException:
-                    upload.abort()
-                    raise
-                upload.finish()
+                upload_file(self._store, key, file)
             self._sent[name] = stat.st_mtime_ns, stat.st_size, time.monotonic()
 
 

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 
 class Expect(Enum):
@@ -101,3 +101,21 @@ class Store(Protocol):
 
     def where(self, key: str) -> str:
         """Return the URL of an object, for messages."""
+
+
+_PIECE_BYTES = 8 * 2**20
+
+
+def upload_file(store: Store, key: str, file: BinaryIO) -> None:
+    """Write the rest of ``file`` to an object, in pieces. The upload is aborted if a piece cannot be read or sent.
+
+    Raises ``StoreError`` or ``OSError``.
+    """
+    upload = store.writer(key)
+    try:
+        while piece := file.read(_PIECE_BYTES):
+            upload.write(memoryview(piece))
+    except BaseException:
+        upload.abort()
+        raise
+    upload.finish()

@@ -26,7 +26,7 @@ from serried.records.head import HEAD, Earlier, Entry, Fenced, Head, HeadContent
 from serried.records.object_store import s3_endpoint
 from serried.records.ranged_files import BLOCK_BYTES, DamagedFile, RangedFile, attach
 from serried.records.run_folder import RunFolder
-from serried.records.store import ABSENT, Conflict, Store, StoreError, Upload
+from serried.records.store import ABSENT, Conflict, Store, StoreError, Upload, upload_file
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -199,15 +199,8 @@ class BucketCheckpoints:
         self._store.delete(f"{entry.prefix}/{name}" for name in names)
 
     def _upload(self, key: str, path: Path) -> FileRecord:
-        upload = self._store.writer(key)
-        try:
-            with path.open("rb") as file:
-                while piece := file.read(_PIECE_BYTES):
-                    upload.write(memoryview(piece))
-        except BaseException:
-            upload.abort()
-            raise
-        upload.finish()
+        with path.open("rb") as file:
+            upload_file(self._store, key, file)
         return record_of(path)
 
     def _retain(self, new: HeadContent, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ def short_convolution(x: Tensor, weight: Tensor, positions: Tensor | None, past:
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, documents: Tensor | None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what each query reads from the state of its head, [B, S, H, V] fp32, and the state after the last token,
+    """Return the output of each query, [B, S, H, V] fp32, and the state of each head after the last token,
     [B, H, E, V] fp32.
 
     Args:
@@ -65,7 +65,9 @@ def _in_chunks(
         padded = F.pad(x.float(), (0, 0) * (x.ndim - 2) + (0, missing))
         return padded.transpose(1, 2).unflatten(2, (-1, chunk))
 
-    q, k, v, beta = chunked(_normalized(q) * q.shape[-1] ** -0.5), chunked(_normalized(k)), chunked(v), chunked(beta)
+    q = chunked(_normalized(q) * q.shape[-1] ** -0.5)
+    k = chunked(_normalized(k))
+    v, beta = chunked(v), chunked(beta)
     before = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()  # [C, C], or [B, 1, N, C, C]
     if documents is not None:
         last = torch.arange(length + missing, device=q.device).clamp(max=length - 1)

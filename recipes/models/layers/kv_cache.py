@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one block, or what they are computed from, [B, K, capacity, E] each. Allocated with the dtype
-    and device of the first keys."""
+    """Keys and values of one block, or their latent vectors, [B, K, capacity, E] each. Allocated with the dtype and
+    device of the first keys."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._length = capacity, 0

@@ -305,6 +305,8 @@ READERS: tuple[Reader, ...] = (
         lambda run: run.config.profile.steps is not None or not run.is_on_cpu or not run.config.dry_run,
         f"{_NO_EFFECT} on a CPU without profile.steps", "profile.steps=[1,1]",
     ),
+    Reader("recover.min_replicas recover.silence_seconds", lambda run: run.config.recover.mode != "off",
+           f"{_NO_EFFECT} with recover.mode=off", "recover.mode=memory parallel=ddp"),
     Reader("launch.stop_timeout_seconds", lambda run: run.config.launch.name == "local" or run.is_sweep,
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=local"),
     # dry_run of these sections is refused elsewhere.

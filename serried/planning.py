@@ -1,7 +1,9 @@
 """The layout and the plan of a configuration, computed before a run starts."""
 
+import os
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serried.configs.errors import UserError
@@ -10,8 +12,14 @@ from serried.configs.schema.sections import RunConfig
 from serried.launch.sweep.points import Sweep
 from serried.parallel.layout.checks import allowed_micro_batches, checked_layout, with_micro_batch
 from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
-from serried.runtime.import_signals import importing
-from serried.runtime.process import planned_processes
+from serried.parallel.layout.recovery_checks import (
+    Processes,
+    check_recovery,
+    check_recovery_start,
+    torchrun_is_elastic,
+)
+from serried.runtime.import_signals import LAUNCHER, importing
+from serried.runtime.process import is_started, planned_processes, processes_per_node, torchrun_says
 from serried.task_class import task_of
 
 if TYPE_CHECKING:
@@ -29,7 +37,29 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
     if config.trainer.micro_batch == AUTO:  # chosen later; any valid value will do here
         layout = resolve_layout(config.parallel, processes)
         config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
-    return checked_layout(config, processes)
+    layout, accumulation = checked_layout(config, processes)
+    if config.recover.mode != "off":
+        check_recovery(config, layout)
+        if not config.dry_run:
+            check_recovery_start(config, layout, _started_processes(config))
+            # Until the training loop continues after a loss.
+            raise UserError("recover.mode=memory is not supported by this version; use recover.mode=off")
+    return layout, accumulation
+
+
+def _started_processes(config: RunConfig) -> Processes:
+    """Return the processes of a run that are started already, or that ``config`` will start."""
+    section = config.launch
+    if LAUNCHER in os.environ or not is_started():
+        return Processes(section.name, section.nodes or 1, processes_per_node(section))
+    _, _, world, per_node = torchrun_says()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a pod's entry point started them
+        return Processes(section.name, world // per_node, per_node)
+    words = [f"--rdzv-backend={backend}"] if (backend := os.environ.get("PET_RDZV_BACKEND")) else []
+    with suppress(OSError):
+        words += Path(f"/proc/{os.getppid()}/cmdline").read_text("utf-8", "replace").split("\0")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return Processes("torchrun", world // per_node, per_node, int(restarts), torchrun_is_elastic(words))
 
 
 def plan_text(config: RunConfig) -> str:

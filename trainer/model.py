@@ -203,10 +203,12 @@ def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout
         )
     if config.parallel.offload:
         check_offloadable(module)
-    if layout.uneven and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+    becomes_uneven = config.recover.mode != "off"  # after a loss
+    if (layout.uneven or becomes_uneven) and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        key, value = ("recover.mode", "memory") if becomes_uneven else ("parallel.uneven", "true")
         raise UserError(
-            "parallel.uneven=true with SyncBatchNorm: all ranks exchange statistics in each micro-batch, and some "
-            "would have one more; use parallel.uneven=false, or GroupNorm"
+            f"{key}={value} with SyncBatchNorm: all ranks exchange statistics in each micro-batch, and some would have "
+            f"one more; use {key}={'off' if becomes_uneven else 'false'}, or GroupNorm"
         )
     if config.trainer.compiles:
         check_blocks(module, plan, config.trainer.keeps_less)

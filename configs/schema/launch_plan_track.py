@@ -1,4 +1,4 @@
-"""Sections that do not affect the results of a run: launching, planning, profiling and tracking."""
+"""Sections that do not affect the results of a run: launching, recovery, planning, profiling and tracking."""
 
 import re
 from collections.abc import Iterator
@@ -8,6 +8,11 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from serried.configs.addresses import has_password, host_and_port, is_address, without_password
 from serried.configs.schema.fields import Count, LocalPath, Number, PositiveCount, Seconds, Section
+
+
+def _unquoted_off(value: Any) -> Any:
+    """Return ``off`` for false: YAML reads an unquoted ``off`` as false."""
+    return "off" if value is False else value
 
 
 class ProfileSection(Section):
@@ -80,13 +85,22 @@ class LaunchSection(Section):
         return self.device not in ("auto", "cpu")
 
 
+class RecoverSection(Section):
+    """Response to the loss of a process."""
+
+    mode: Annotated[Literal["off", "memory"], BeforeValidator(_unquoted_off)] = "off"
+    """``off``: the run ends when a process is lost, to resume from its newest checkpoint. ``memory``: the replicas that
+    are left continue from memory, with the same samples and the same loss curve."""
+    min_replicas: PositiveCount = 1
+    """Least number of replicas that continue. If fewer are left, the run stops, to resume from its newest
+    checkpoint."""
+    silence_seconds: Seconds = 10.0
+    """Seconds without a sign of life after which a process counts as lost. A process whose connections are closed
+    counts as lost at once."""
+
+
 def _text_of_port(value: object) -> object:
     return str(value) if type(value) is int else value
-
-
-def _unquoted_off(value: Any) -> Any:
-    """Return ``off`` for false: YAML reads an unquoted ``off`` as false."""
-    return "off" if value is False else value
 
 
 class TrackSection(Section):

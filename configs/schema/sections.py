@@ -1,7 +1,7 @@
 """Sections that every run has, and ``RunConfig``, which contains them.
 
 Types of keys are in ``fields.py``, the sections of data in ``data.py``, of model families in ``models.py`` and in
-``recipes/models/``, of launching, planning, profiling and tracking in ``launch_plan_track.py``, of Slurm in
+``recipes/models/``, of launching, recovery, planning, profiling and tracking in ``launch_plan_track.py``, of Slurm in
 ``slurm.py``.
 
 Hydra composes YAML and the command line into a plain dict; ``RunConfig`` validates it and is frozen: nothing changes it
@@ -33,7 +33,13 @@ from serried.configs.schema.fields import (
     Size,
 )
 from serried.configs.schema.kubernetes import KubernetesSection
-from serried.configs.schema.launch_plan_track import LaunchSection, PlanSection, ProfileSection, TrackSection
+from serried.configs.schema.launch_plan_track import (
+    LaunchSection,
+    PlanSection,
+    ProfileSection,
+    RecoverSection,
+    TrackSection,
+)
 from serried.configs.schema.skypilot import SkypilotSection
 from serried.configs.schema.slurm import SlurmSection
 
@@ -565,7 +571,7 @@ class RunConfig(Section):
 
     free = (
         "recipe", "dry_run", "run", "launch", "slurm", "kubernetes", "skypilot", "checkpoint", "track", "profile",
-        "health", "parallel", "plan",
+        "health", "parallel", "plan", "recover",
     )  # fmt: skip
 
     recipe: str
@@ -585,6 +591,7 @@ class RunConfig(Section):
     track: TrackSection = Field(default_factory=TrackSection)
     profile: ProfileSection = Field(default_factory=ProfileSection)
     launch: LaunchSection
+    recover: RecoverSection = Field(default_factory=RecoverSection)
     slurm: SlurmSection = Field(default_factory=SlurmSection)
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
     kubernetes: KubernetesSection = Field(default_factory=KubernetesSection)

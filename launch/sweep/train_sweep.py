@@ -31,7 +31,7 @@ Train = Callable[[Point, NotedSignals], Outcome]
 """Trains a run until it ends."""
 
 _FRUITLESS_RUNS = 3
-_NOT_COMPARED = ("run", "launch", "slurm", "track", "profile", "dry_run")
+_NOT_COMPARED = ("run", "launch", "recover", "slurm", "track", "profile", "dry_run")
 """Config sections that do not change a run's result."""
 _PATIENCE = ("trainer.early_stopping_patience", "trainer.patience")
 """Config key that the reason of an early stop names, and the key's name in earlier versions."""

@@ -11,7 +11,14 @@ from serried.configs.errors import UserError
 from serried.parallel.layout import checks
 from serried.parallel.layout.checks import allowed_micro_batches, check_layout, check_zero_bubble
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.layout.recovery_checks import (
+    Processes,
+    check_recovery,
+    check_recovery_start,
+    torchrun_is_elastic,
+)
 from serried.parallel.plan import ParallelPlan
+from serried.planning import planned_layout
 from serried.trainer.model import check_model
 
 TINY = [
@@ -200,3 +207,172 @@ def test_sync_batch_norm_is_refused_with_uneven_shares() -> None:
     with pytest.raises(UserError, match="with SyncBatchNorm: all ranks exchange statistics in each micro-batch"):
         check_model(config, model, ParallelPlan(), resolve_layout(config.parallel, 3))
     check_model(config, model[0], ParallelPlan(), resolve_layout(config.parallel, 3))
+
+
+ONE_NODE = Processes("local", 1, 8)
+
+
+def check_recovering(arguments: str, world: int, processes: Processes = ONE_NODE) -> None:
+    config = compose(["run.name=checks", *TINY, "recover.mode=memory", *arguments.split()])
+    layout = resolve_layout(config.parallel, world)
+    check_layout(config, layout, gradient_accumulation(config.trainer, layout))
+    check_recovery(config, layout)
+    check_recovery_start(config, layout, processes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "says", "mended"),
+    [
+        ("", 4, "recover.mode=memory needs replicas: use parallel=ddp, or parallel=hsdp parallel.", "parallel=ddp"),
+        ("", 4, "recover.mode=memory needs replicas: ", "parallel=hsdp parallel.replicate=2 parallel.shard=-1"),
+        ("parallel=ddp", 1, "recover.mode=memory needs replicas: ", ""),
+        (
+            "parallel=ddp recover.min_replicas=5",
+            4,
+            "recover.min_replicas=5, but a loss leaves 3 of the 4 replicas; use recover.min_replicas=3, or ",
+            "recover.min_replicas=3",
+        ),
+        ("parallel=ddp recover.min_replicas=4", 4, "recover.min_replicas=4, but a loss leaves 3 of the 4 replicas", ""),
+        ("parallel=ddp optim=muon", 2, "with optim=muon: the ranks exchange data during the", "optim=adamw"),
+        ("parallel=ddp optim=adafactor", 2, "with optim=adafactor: the ranks exchange data", "optim=adamw"),
+        (
+            "parallel=ddp data=hf data.path=a/b data.streaming=true",
+            2,
+            "recover.mode=memory with data.streaming=true",
+            "data.streaming=false",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=2 parallel.shard=2 parallel.sync_every_micro_batch=true",
+            4,
+            "parallel.sync_every_micro_batch=true: after a loss, replicas with fewer micro-batches",
+            "parallel.sync_every_micro_batch=false",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=3 parallel.pipeline=2 parallel.pipeline_schedule=interleaved "
+            "parallel.stages_per_rank=2 trainer.global_batch=18 trainer.micro_batch=2",
+            6,
+            "recover.mode=memory, after the loss of 1 replica: accumulation 5 = ",
+            "parallel.pipeline_schedule=gpipe parallel.stages_per_rank=1",
+        ),
+    ],
+)
+def test_run_that_could_not_continue_after_a_loss_is_refused_in_one_line(
+    arguments: str, world: int, says: str, mended: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_recovering(arguments, world)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if mended:
+        check_recovering(f"{arguments} {mended}", world)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "processes", "says"),
+    [
+        (
+            "parallel=ddp",
+            4,
+            Processes("torchrun", 1, 4),
+            "recover.mode=memory under one torchrun agent: the agent ends all processes when one dies; start them with "
+            "python train.py launch=local launch.processes=4, or use recover.mode=off",
+        ),
+        ("parallel=ddp", 4, Processes("slurm", 1, 4), "with launch=slurm on one node: all processes of a node end"),
+        ("parallel=ddp", 4, Processes("torchrun", 2, 2, 3), "with torchrun --max-restarts=3: agents would restart"),
+        (
+            "parallel=ddp",
+            4,
+            Processes("torchrun", 2, 2, is_elastic=True),
+            "with an elastic rendezvous of torchrun: the loss of the node that hosts it ends all others",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=2 parallel.pipeline=2",
+            4,
+            Processes("slurm", 2, 2),
+            "without node 0, 0 of 2 replicas would be whole, as the stages of a pipeline are on different nodes and "
+            "recover.min_replicas=1; use parallel.pipeline=1, or recover.mode=off",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=2 parallel.shard=3",
+            6,
+            Processes("torchrun", 3, 2),
+            "without node 1, 0 of 2 replicas would be whole, as nodes share replicas and recover.min_replicas=1; use "
+            "parallel.shard=2 parallel.replicate=-1, or recover.mode=off",
+        ),
+        (
+            "parallel=ddp recover.min_replicas=3",
+            4,
+            Processes("torchrun", 2, 2),
+            "without node 0, 2 of 4 replicas would be whole, as nodes share replicas and recover.min_replicas=3",
+        ),
+    ],
+)
+def test_processes_that_would_not_outlive_a_loss_are_refused_in_one_line(
+    arguments: str, world: int, processes: Processes, says: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_recovering(f"{arguments} trainer.global_batch=12 trainer.micro_batch=1", world, processes)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "processes"),
+    [
+        ("parallel=ddp", 2, Processes("local", 1, 2)),
+        ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, Processes("slurm", 2, 2)),
+        ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, Processes("kubernetes", 4, 1)),
+        # A node has one stage of one replica.
+        ("parallel=hsdp parallel.replicate=2 parallel.pipeline=2", 4, Processes("slurm", 4, 1)),
+        ("parallel=hsdp parallel.replicate=2 parallel.pipeline=2", 4, Processes("local", 1, 4)),
+    ],
+)
+def test_run_that_outlives_a_loss_is_accepted(arguments: str, world: int, processes: Processes) -> None:
+    check_recovering(f"{arguments} trainer.global_batch=12 trainer.micro_batch=1", world, processes)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "under one torchrun agent"),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_MAX_RESTARTS": 3},
+            "with torchrun --max-restarts=3",
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "PET_RDZV_BACKEND": "c10d"},
+            "with an elastic rendezvous of torchrun",
+        ),
+        ({}, "with launch=kubernetes on one node"),
+    ],
+)
+def test_started_processes_are_recognized_by_their_environment(
+    variables: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in (started | variables).items():
+        monkeypatch.setenv(name, str(value))
+    launch = "launch=torchrun" if variables else "launch=kubernetes launch.processes=4"
+    config = compose(["run.name=checks", *TINY, "recover.mode=memory", "parallel=ddp", *launch.split()])
+    with pytest.raises(UserError, match=f"^recover.mode=memory {says}"):
+        planned_layout(config)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_elastic"),
+    [
+        ("torchrun --nnodes=2 --node-rank=0 train.py", False),
+        ("torchrun --nnodes=2 --rdzv-backend=static train.py", False),
+        ("torchrun --rdzv_backend c10d train.py", True),
+        ("torchrun --standalone train.py", True),
+        ("torchrun --nnodes=2 --rdzv-backend etcd-v2 train.py", True),
+    ],
+)
+def test_rendezvous_is_recognized_by_the_command_line(command: str, is_elastic: bool) -> None:
+    assert torchrun_is_elastic(command.split()) == is_elastic
+
+
+def test_sync_batch_norm_is_refused_with_recovery() -> None:
+    config = compose([*TINY, "parallel=ddp", "recover.mode=memory"])
+    with pytest.raises(UserError, match=r"^recover\.mode=memory with SyncBatchNorm: .*; use recover\.mode=off, or "):
+        check_model(config, nn.SyncBatchNorm(4), ParallelPlan(), resolve_layout(config.parallel, 3))

@@ -57,6 +57,8 @@ SITUATIONS = {
     "health.max_rollbacks=9": "",
     "health.replica_check_every=5": "",
     "health.replica_check_every=1k": "parallel=ddp launch.processes=2",
+    "recover.min_replicas=1": "",
+    "recover.silence_seconds=5": "",
     "checkpoint.keep=5": "checkpoint.every=0",
     "checkpoint.keep_every=30": "checkpoint.every=0",
     "checkpoint.keep_every=1k": "",
@@ -135,7 +137,7 @@ READ_ALWAYS = {
     )),
     "checkpoint.every_minutes", "checkpoint.mode", "checkpoint.resume",
     "track.wandb", "track.tensorboard", "track.mlflow", "track.prometheus", "track.webhook",
-    "profile.steps",
+    "profile.steps", "recover.mode",
     *(f"launch.{name}" for name in (
         "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds", "notice",
     )),

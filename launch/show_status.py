@@ -52,7 +52,7 @@ def describe_run(run_dir: Path) -> str:
         if is_running and _is_killed(run_dir, status):
             is_running, ended = False, ", but its process is gone; run the same command to resume"
         lines.append(("state", f"{status.state}{reason}{ended}"))
-        lines.append(("step", _step(run_dir, status.step, is_running=is_running)))
+        lines.append(("step", _step(run_dir, status, is_running=is_running)))
         goodput = goodput_of(run_dir, now=time.time() if is_running else None)
         if goodput.starts:
             lines.append(("goodput", goodput.line()))
@@ -67,8 +67,8 @@ def run_values(run_dir: Path) -> dict[str, Any]:
 
     Keys: ``run``, ``state`` (``not started``, ``running``, ``killed``, ``stopped``, ``failed`` or ``finished``),
     ``reason``, ``exit_code``, ``step``, ``steps``, ``loss``, ``eta_seconds``, ``last_line_seconds`` (age of the newest
-    record), ``jobs`` (Slurm's job numbers), ``goodput`` (productive share of the wall-clock time) and
-    ``goodput_seconds`` (its parts).
+    record), ``jobs`` (Slurm's job numbers), ``replicas``, ``total_replicas`` and ``generation`` (with
+    ``recover.mode=memory``), ``goodput`` (productive share of the wall-clock time) and ``goodput_seconds`` (its parts).
     """
     status, last = read_status(run_dir), last_of_each_kind(run_dir / METRICS)
     step, now = last.get("step", {}), time.time()
@@ -88,9 +88,16 @@ def run_values(run_dir: Path) -> dict[str, Any]:
         "eta_seconds": step.get("eta_seconds") if state == "running" else None,
         "last_line_seconds": None if newest is None else max(0.0, now - newest),
         "jobs": [job.name for job in jobs_of(run_dir, queued_jobs() or [])],
+        **_members(status),
         "goodput": goodput.productive_share if goodput.starts else None,
         "goodput_seconds": goodput.seconds if goodput.starts else None,
     }
+
+
+def _members(status: Status | None) -> dict[str, int | None]:
+    """Return the replicas of a run that continues after losses, by key of ``run_values``."""
+    members = status.members if status is not None else None
+    return {name: getattr(members, name, None) for name in ("replicas", "total_replicas", "generation")}
 
 
 def _is_killed(run_dir: Path, status: Status) -> bool:
@@ -103,13 +110,17 @@ def _is_killed(run_dir: Path, status: Status) -> bool:
     return is_here and is_locked(run_dir) is False and read_status(run_dir) == status
 
 
-def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
+def _step(run_dir: Path, status: Status, *, is_running: bool) -> str:
+    step = status.step
     last = last_of_each_kind(run_dir / METRICS).get("step", {})
     loss = last.get("loss")
     eta = last.get("eta_seconds")
     written = last.get("time")
     steps = value_at("trainer.steps", read_if_there(run_dir / "config.yaml"))
     parts = [f"{step}/{steps}" if is_count(steps) and steps else str(step)]
+    members = status.members
+    if members is not None and members.replicas < members.total_replicas:
+        parts.append(str(members))
     if is_number(loss):
         parts.append(f"loss {loss:.4f}" + ("" if last.get("step") == step else f" at step {last.get('step')}"))
     if is_running and is_number(written):

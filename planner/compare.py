@@ -24,7 +24,7 @@ from serried.planner.plan_lines import seconds_text
 from serried.planner.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
 from serried.planner.time.measured_rates import read_rates
 from serried.planner.time.planned_time import Timed
-from serried.records.metrics import METRICS, read_events
+from serried.records.metrics import METRICS, read_events, without_repeats
 from serried.records.run_folder import PROFILES
 from serried.trainer.model import model_to_train
 from serried.trainer.task import RunTask
@@ -79,7 +79,7 @@ def figures_of(run: Path) -> Figures | None:
     """Return the measurements of the run in folder ``run`` since its last start; None if it has not started."""
     start: dict[str, Any] = {}
     steps: list[dict[str, Any]] = []
-    for event in read_events(run / METRICS):
+    for event in without_repeats(read_events(run / METRICS)):
         if event["event"] == "start":
             start, steps = event, []
         elif event["event"] == "step" and is_number(event.get("step_seconds")) and is_count(event.get("step")):

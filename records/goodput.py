@@ -15,13 +15,14 @@ from serried.configs.formats import duration
 from serried.configs.plain_data import is_number
 from serried.records.metrics import LOST_METRICS, METRICS, read_events
 
-PARTS = ("start", "compile", "productive", "data", "save stall", "evaluation", "lost steps", "gap", "other")
+PARTS = ("start", "compile", "productive", "data", "save stall", "evaluation", "recovery", "lost steps", "gap", "other")
 """Parts of the wall-clock time.
 
 ``start``: from the start of the process to the first step, without compiling. ``compile``: the excess of the first
 step over the others. ``productive``: steps whose result the run kept, without waiting for data. ``data``: waiting for
-data in these steps. ``save stall``: waiting for checkpoints. ``lost steps``: steps that were trained again after a
-crash or a rollback, with their evaluations and checkpoints. ``gap``: from the last record of a start to the next
+data in these steps. ``save stall``: waiting for checkpoints. ``recovery``: from the loss of a replica until the others
+continue. ``lost steps``: steps that were trained again after a crash or a rollback, with their evaluations and
+checkpoints. ``gap``: from the last record of a start to the next
 process, so it contains the unrecorded time before a crash and the time in a queue.
 """
 _SHOWN_SHARE = 0.001
@@ -161,7 +162,10 @@ def _add_start(
         paused += rest
     parts["lost steps"] += lost
     kept = [event for event in events if not is_lost(event)]
-    for name, kind, key in (("save stall", "checkpoint", "stall_seconds"), ("evaluation", "eval", "seconds")):
+    for name, kind, key in (
+        ("recovery", "recovered", "seconds"), ("save stall", "checkpoint", "stall_seconds"),
+        ("evaluation", "eval", "seconds"),
+    ):  # fmt: skip
         known = min(paused, math.fsum(_seconds(event, key) for event in kept if event["event"] == kind))
         parts[name] += known
         paused -= known

@@ -65,11 +65,35 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+def without_repeats(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``events`` with the last of several lines of a step, in the place of the first.
+
+    A step that is trained again after a loss has two lines with the same numbers, up to rounding, if the lost process
+    wrote one before it was lost, or later, as it was only frozen.
+    """
+    kept: list[dict[str, Any]] = []
+    places: dict[tuple[Any, ...], int] = {}
+    for event in events:
+        key = event["event"], event.get("step"), str(event.get("set"))
+        if key in places:
+            kept[places[key]] = event
+            continue
+        if key[0] in ("step", "eval"):
+            places[key] = len(kept)
+        kept.append(event)
+    return kept
+
+
 def last_of_each_kind(path: Path) -> dict[str, dict[str, Any]]:
     """Return the last event of each kind in a ``metrics.jsonl``. For ``eval``, only the default validation set
-    counts."""
-    usual = (event for event in read_events(path) if event.get("set", DEFAULT_VALIDATION) == DEFAULT_VALIDATION)
-    return {event["event"]: event for event in usual}
+    counts. For ``step``, it is the last event of the newest step."""
+    last: dict[str, dict[str, Any]] = {}
+    for event in read_events(path):
+        kind = event["event"]
+        is_old = kind == "step" and kind in last and event.get("step", 0) < last[kind].get("step", 0)
+        if event.get("set", DEFAULT_VALIDATION) == DEFAULT_VALIDATION and not is_old:
+            last[kind] = event
+    return last
 
 
 def logged_images(run_dir: Path, images: Any) -> dict[str, list[Path]]:

@@ -14,20 +14,23 @@ from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, open_regular, read_if_there, value_at
 from serried.records.files import write_atomically
+from serried.records.generations import RECOVERY
 from serried.records.goodput import Goodput, goodput_of
 from serried.records.head import Head
 from serried.records.lock import LOCK, is_same_file, lock_folder
 from serried.records.metrics import LOST_METRICS, METRICS, parse_event
-from serried.records.status import STATUS, Status, read_status, write_status
+from serried.records.status import STATUS, Members, Status, read_status, write_status
 
 PROFILES = "profile"
 IMAGES = "images"
 RECORDS = (
     "config.yaml", "environment.json", METRICS, LOST_METRICS, STATUS, "report.html", "log", "checkpoints", "wandb",
-    "tensorboard", PROFILES, IMAGES,
+    "tensorboard", PROFILES, IMAGES, RECOVERY,
 )  # fmt: skip
 """Files and folders of a run. They are moved aside when another run starts in the same folder."""
 
+_HISTORY = ("start", "lost", "recovered", "joined", "stop")
+"""Events of the processes that trained, whose steps may be trained again."""
 _UNFINISHED = ".partial"
 _READ_AT_THE_END_BYTES = 64 * 2**20
 """Maximum size of ``metrics.jsonl`` that is read when a run ends, which takes about 3 s."""
@@ -63,6 +66,8 @@ class RunFolder:
         """Wall-clock time of the run that ``set_run_aside`` moved."""
         self.head: Head | None = None
         """Claim on the run in a bucket, for which this is a scratch folder; None for a run in a folder."""
+        self.members: Members | None = None
+        """Replicas that train now, for ``status.json``. None if the run does not continue after losses."""
         self.upload: Callable[[], None] = lambda: None
         """Upload the metrics and the status to the bucket, if there is one. Raises ``StoreError``."""
 
@@ -234,7 +239,8 @@ class RunFolder:
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
         """Replace ``status.json``, unless the disk fails or the folder now belongs to another run."""
         if self.is_ours:
-            self._unless_it_fails(STATUS, lambda: write_status(self.path, Status(state, step, reason, exit_code)))
+            status = Status(state, step, reason, exit_code, self.members)
+            self._unless_it_fails(STATUS, lambda: write_status(self.path, status))
 
     def _unless_it_fails(self, name: str, write: Callable[[], None]) -> None:
         try:
@@ -306,10 +312,10 @@ def refuse_links(path: Path) -> None:
 
 
 def _is_of(line: bytes, step: int) -> bool:
-    """Return whether a line of ``metrics.jsonl`` is complete and not of a later step. Events ``start`` and ``stop`` are
-    kept as history."""
+    """Return whether a line of ``metrics.jsonl`` is complete and not of a later step. Events in ``_HISTORY`` are always
+    kept."""
     event = parse_event(line)
-    return event is not None and (event["event"] in ("start", "stop") or event.get("step", step + 1) <= step)
+    return event is not None and (event["event"] in _HISTORY or event.get("step", step + 1) <= step)
 
 
 def is_png(content: bytes) -> bool:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from serried.configs.errors import EXIT_FAILED
 from serried.configs.formats import printable
@@ -12,6 +12,19 @@ from serried.records.files import write_atomically
 
 STATUS = "status.json"
 _MOST_BYTES = 2**20
+
+
+class Members(NamedTuple):
+    """Replicas that train a run which continues after losses."""
+
+    generation: int
+    """Number of times that the run has continued with other replicas."""
+    replicas: int
+    total_replicas: int
+    """Number of replicas of the layout."""
+
+    def __str__(self) -> str:
+        return f"{self.replicas} of {self.total_replicas} replicas"
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,8 @@ class Status:
     step: int
     reason: str | None = None
     exit_code: int | None = None
+    members: Members | None = None
+    """None for a run that does not continue after losses."""
     time: float = field(default=0.0, compare=False)
     """Time of this record in Unix seconds."""
 
@@ -39,12 +54,15 @@ def read_status(run_dir: Path) -> Status | None:
     if not isinstance(state, str) or not is_count(step):
         return None
     reason = _line(values.get("reason"))
-    return Status(_line(state) or "", step, reason, code if type(code) is int else None, written)
+    counts = [values.get(name) for name in Members._fields]
+    members = Members(*counts) if all(is_count(count) for count in counts) else None
+    return Status(_line(state) or "", step, reason, code if type(code) is int else None, members, written)
 
 
 def write_status(run_dir: Path, status: Status) -> None:
     """Replace ``status.json``."""
     values = {name: getattr(status, name) for name in ("state", "step", "reason", "exit_code")}
+    values |= status.members._asdict() if status.members is not None else {}
     is_end = status.state != "running"  # ``running`` is written again with each logged step
     write_atomically(run_dir / STATUS, json.dumps(values) + "\n", survives_power_loss=is_end)
 
@@ -53,7 +71,7 @@ def record_end(run_dir: Path, state: str, *, step: int, reason: str, exit_code: 
     """Record why this rank ended a run whose status is still ``running``: rank 0 may be killed before it can."""
     now = read_status(run_dir)
     if now is not None and now.state == "running":
-        write_status(run_dir, Status(state, step, reason, exit_code))
+        write_status(run_dir, Status(state, step, reason, exit_code, now.members))
 
 
 def record_kill(run_dir: Path, reason: str, *, since: float) -> None:

@@ -14,7 +14,7 @@ from serried.configs.plain_data import is_number, read_json
 from serried.configs.schema.sections import DEFAULT_VALIDATION
 from serried.launch.sweep.points import Point, labels
 from serried.records.files import write_atomically
-from serried.records.metrics import METRICS, read_events
+from serried.records.metrics import METRICS, read_events, without_repeats
 from serried.records.status import read_status
 
 RECORD = "sweep.json"
@@ -81,7 +81,7 @@ def read_outcome(
     rates: list[float] = []
     unit = "tokens"
     evaluated: dict[str, list[float]] = {"loss": [], metric: []}
-    for line in read_events(run_dir / METRICS):
+    for line in without_repeats(read_events(run_dir / METRICS)):
         if line.get("event") == "step":
             losses.append(line["loss"] if is_number(line.get("loss")) else None)
             rates += [line["tokens_per_second"]] if is_number(line.get("tokens_per_second")) else []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from serried.configs.plain_data import flatten, is_count, is_number, read_if_there
 from serried.configs.renamed_keys import read_saved_config_if_there
 from serried.records.goodput import Goodput, goodput
-from serried.records.metrics import LOST_METRICS, METRICS, logged_images, named_metrics, read_events
+from serried.records.metrics import LOST_METRICS, METRICS, logged_images, named_metrics, read_events, without_repeats
 from serried.records.status import Status, read_status
 
 _WHERE_KNOWN = {
@@ -39,7 +39,7 @@ class Mark(NamedTuple):
     """An event at a step."""
 
     kind: str
-    """Kind of event: restart, rollback, spike, skipped or checkpoint."""
+    """Kind of event: restart, lost, joined, rollback, spike, skipped or checkpoint."""
     step: int
     text: str
 
@@ -96,7 +96,7 @@ def read_records(run_dir: Path) -> Records:
     records = Records(run_dir, config, environment, read_status(run_dir))
     events, lost = list(read_events(run_dir / METRICS)), list(read_events(run_dir / LOST_METRICS))
     records.goodput = goodput([*events, *lost])
-    for event in events:
+    for event in without_repeats(events):
         _add(records, event)
     undone: dict[int, float] = {}
     for event in lost:
@@ -150,9 +150,22 @@ def _add(records: Records, event: dict[str, Any]) -> None:
         _mark(records, "checkpoint", step, f"checkpoint of step {step}")
     elif kind == "spike":
         _mark(records, "spike", step, f"loss spike in step {step}{' (skipped)' if event.get('skipped') else ''}")
+    elif kind in ("lost", "joined"):
+        _mark(records, kind, step, _membership(event))
     elif kind == "rollback":
         since = f" from step {event['from_step']}" if is_count(event.get("from_step")) else ""
         _mark(records, "rollback", step, f"returned to step {step}{since}: {event.get('reason') or 'no reason given'}")
+
+
+def _membership(event: dict[str, Any]) -> str:
+    """Describe the loss of replicas, or a node that joined."""
+    counts = [event.get(name) for name in ("replicas", "total_replicas")]
+    left = f"; {counts[0]} of {counts[1]} replicas" if all(map(is_count, counts)) else ""
+    if event["event"] == "joined":
+        return f"{event.get('node') or 'a node'} joined at step {event['step']}{left}"
+    nodes = event.get("nodes")
+    who = ", ".join(map(str, nodes)) if isinstance(nodes, list) and nodes else "a replica"
+    return f"lost {who} in step {event['step']}: {event.get('reason') or 'no reason given'}{left}"
 
 
 def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ from serried.records.run_folder import place_of
 _SECTIONS = {"step": "train", "eval": "validation", "spike": "spike"}
 _LOGGED = "log"
 """Event with the values that a callback logged, and the section in which trackers show them."""
+_COUNTED = {"start": "starts", "rollback": "rollbacks", "spike": "spikes", "lost": "losses", "joined": "joins"}
+"""Events that the summary counts, and the names of their numbers."""
 _NOT_NUMBERS = ("event", "time", "step", "set")
 _SPEED = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "data_seconds", "memory_bytes",
@@ -71,7 +73,8 @@ class Rows:
         self._sum_up(event)
         values, texts = dict(_numbers(event)), _texts(event)
         images = self._images(event)
-        if not (values or texts or images):
+        is_late = event["event"] == "step" and self._row is not None and event.get("step", 0) < self._row.step
+        if is_late or not (values or texts or images):  # late: a rank that was frozen writes a step that others redid
             return
         if self._row is not None and event["step"] > self._row.step:
             yield from self.rest()
@@ -98,8 +101,8 @@ class Rows:
 
     def _sum_up(self, event: Mapping[str, Any]) -> None:
         kind, summary = event["event"], self.summary
-        if kind in ("start", "rollback", "spike"):
-            summary[f"{kind}s"] = summary.get(f"{kind}s", 0) + 1
+        if (counted := _COUNTED.get(kind)) is not None:
+            summary[counted] = summary.get(counted, 0) + 1
         if kind == "start":
             summary.update(state="running", reason=None)
         elif kind == "stop":

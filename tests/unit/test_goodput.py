@@ -72,6 +72,17 @@ def test_time_since_the_last_line_is_productive_until_the_run_may_be_hanging() -
     assert goodput(running, now=3600.0).seconds == parts(productive=5.0, other=3595.0)
 
 
+def test_time_from_a_loss_until_training_continues_is_recovery() -> None:
+    before = [start(0.0, 0.0), *steps(1, 4, 1.0, 1.0)]
+    recovered = {"event": "recovered", "step": 5, "time": 6.5, "seconds": 2.0}
+    assert goodput([*before, recovered, *steps(5, 7, 7.5, 1.0)]).seconds == parts(
+        productive=7.0, recovery=2.0, other=0.5
+    )
+    redone = {"event": "step", "step": 4, "time": 7.0, "step_seconds": 0.5}
+    found = goodput([*before, recovered, redone, *steps(5, 7, 8.0, 1.0)])
+    assert found.seconds == parts(productive=7.0, recovery=2.0, other=1.0)
+
+
 def test_steps_undone_by_a_later_start_are_lost_in_every_start_before() -> None:
     first = [start(0.0, 0.0), *steps(1, 10, 1.0, 1.0)]
     second = [start(10.0, 0.0, resumed=10), *steps(11, 12, 11.0, 1.0)]
@@ -97,7 +108,7 @@ _number = st.one_of(st.none(), st.floats(0, 1e6), st.floats(-10, 10), st.just(ma
 _NUMBERS = ("step_seconds", "data_seconds", "seconds", "stall_seconds", "resumed_from", "since_process_seconds")
 _events = st.lists(
     st.fixed_dictionaries(
-        {"event": st.sampled_from(["start", "step", "eval", "checkpoint", "rollback", "spike", "stop"]),
+        {"event": st.sampled_from(["start", "step", "eval", "checkpoint", "lost", "recovered", "rollback", "stop"]),
          "time": st.floats(0, 1e4), "step": st.integers(0, 50)},
         optional=dict.fromkeys(_NUMBERS, _number),
     ), max_size=40,

@@ -229,6 +229,9 @@ class RunLog:
         validation += "" if progress.validated_step == step or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
         tokens = f"{short(counts.tokens)} {self._task.unit}"
+        members = self._folder.members if self._folder is not None else None
+        if members is not None and members.replicas < members.total_replicas:
+            since += f", on {members}"
         if progress.early_stop is not None:
             self._console.say(f"early stop {progress.early_stop}")
         self._console.say(

@@ -1,7 +1,9 @@
-// Events drawn into the curves: restarts, rollbacks, skipped steps, spikes, checkpoints.
+// Events drawn into the curves: restarts, losses, joins, rollbacks, skipped steps, spikes, checkpoints.
 
 const MARKS = {
   restart: { name: "restarts", everywhere: true },
+  lost: { name: "lost replicas", everywhere: true },
+  joined: { name: "joined nodes", everywhere: true },
   rollback: { name: "rollbacks", everywhere: true },
   skipped: { name: "skipped steps" },
   spike: { name: "spikes" },
@@ -61,6 +63,14 @@ function drawUpright(ctx, x, bbox) {
 const MARK_SHAPES = {
   restart(ctx, x, bbox, pixel) {
     ctx.setLineDash([5 * pixel, 4 * pixel]);
+    drawUpright(ctx, x, bbox);
+  },
+  lost(ctx, x, bbox, pixel) {
+    ctx.setLineDash([2 * pixel, 3 * pixel]);
+    drawUpright(ctx, x, bbox);
+  },
+  joined(ctx, x, bbox, pixel) {
+    ctx.setLineDash([8 * pixel, 3 * pixel, 2 * pixel, 3 * pixel]);
     drawUpright(ctx, x, bbox);
   },
   rollback: drawUpright,

@@ -271,7 +271,18 @@ function starts() {
   return wideCard(rows.length > 1 ? "Starts" : "Start", ...folded("start", rows, told, ...undone));
 }
 
-const PARTS = ["productive", "compile", "start", "data", "save stall", "evaluation", "lost steps", "gap", "other"];
+const PARTS = [
+  "productive",
+  "compile",
+  "start",
+  "data",
+  "save stall",
+  "evaluation",
+  "recovery",
+  "lost steps",
+  "gap",
+  "other",
+];
 
 function productive(run) {
   const seconds = (part) => sum(run.goodput.map((parts) => (part ? (parts[part] ?? 0) : sum(Object.values(parts)))));

@@ -54,7 +54,7 @@ def read_status(run_dir: Path) -> Status | None:
     if not isinstance(state, str) or not is_count(step):
         return None
     reason = _line(values.get("reason"))
-    counts = [values.get(name) for name in Members._fields]
+    counts: list[Any] = [values.get(name) for name in Members._fields]
     members = Members(*counts) if all(is_count(count) for count in counts) else None
     return Status(_line(state) or "", step, reason, code if type(code) is int else None, members, written)
 

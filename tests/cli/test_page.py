@@ -88,6 +88,14 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
             lines.append({"event": "stop", "step": step, "state": "stopped", "reason": "SIGTERM", "time": time})
             time += 86_400  # in a queue
             lines.append(start(step))
+        if step == steps // 3:
+            left = {"step": step + 1, "total_replicas": 4, "time": time}
+            lines += [
+                {"event": "lost", "nodes": ["node-b"], "ranks": [7], "reason": "killed", "replicas": 3, **left},
+                {"event": "recovered", "step": step + 1, "generation": 1, "seconds": 2.0, "time": time + 2},
+                {"event": "joined", "node": "node-c", "replicas": 4, **left},
+            ]
+            time += 2
         if step == steps * 3 // 4:
             lines.append(
                 {"event": "spike", "step": step, "loss": 9.0, "grad_norm": 50.0, "skipped": False, "time": time}
@@ -171,7 +179,8 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
         text = page.js("document.body.innerText")
     last = metrics(run_dir)[-1]["loss"]
     for told in (
-        "finished", f"{last:.4f}", "31.5M", "1 restart", "1 rollback", "1 skipped step", "1 spike", "20 checkpoints",
+        "finished", f"{last:.4f}", "31.5M", "1 restart", "1 lost replica",
+        "1 joined node", "1 rollback", "1 skipped step", "1 spike", "20 checkpoints",
         "books", "node-b", "4 replicas of the model", "NVIDIA H200", "serried export run.dir=", "1.24B",
         "1 logged step discarded", "accuracy", "0.8721", "images/s, median",
     ):  # fmt: skip

@@ -92,10 +92,9 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
             left = {"step": step + 1, "total_replicas": 4, "time": time}
             lines += [
                 {"event": "lost", "nodes": ["node-b"], "ranks": [7], "reason": "killed", "replicas": 3, **left},
-                {"event": "recovered", "step": step + 1, "generation": 1, "seconds": 2.0, "time": time + 2},
+                {"event": "recovered", "step": step + 1, "generation": 1, "seconds": 0.1, "time": time},
                 {"event": "joined", "node": "node-c", "replicas": 4, **left},
             ]
-            time += 2
         if step == steps * 3 // 4:
             lines.append(
                 {"event": "spike", "step": step, "loss": 9.0, "grad_norm": 50.0, "skipped": False, "time": time}

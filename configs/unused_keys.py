@@ -119,7 +119,7 @@ def _compares_most(run: Run) -> bool:
 
 def _chooses_experts(run: Run) -> bool:
     experts = run.model("experts")
-    return experts in (None, 1) or bool(run.model("experts_per_token") < experts)
+    return experts in (None, 0, 1) or bool(run.model("experts_per_token") < experts)
 
 
 def _compares_evaluations(run: Run) -> bool:

@@ -56,13 +56,13 @@ class GemmaBlock(nn.Module):
     norm: type[RMSNorm] = GemmaNorm
     """Class of the norms."""
 
-    def __init__(self, config: LlamaSection, attention: nn.Module) -> None:
+    def __init__(self, config: LlamaSection, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = self.norm(config.dim, config.norm_eps)
         self.self_attn = attention
         self.post_attention_layernorm = self.norm(config.dim, config.norm_eps)
         self.pre_feedforward_layernorm = self.norm(config.dim, config.norm_eps)
-        self.mlp = GemmaFeedForward(config.dim, config.hidden_dim)
+        self.mlp = feed_forward
         self.post_feedforward_layernorm = self.norm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
@@ -83,11 +83,15 @@ class GemmaTransformer(Transformer):
         self.lm_head = LanguageModelHead(config.dim, vocab_size, config.tie_embeddings, config.logit_soft_cap)
 
     def block(self, number: int) -> GemmaBlock:
-        return GemmaBlock(self.config, self.attention(number))
+        return GemmaBlock(self.config, self.attention(number), self.feed_forward(number))
 
     def attention(self, number: int) -> nn.Module:
         del number  # blocks differ only in the arguments of forward
         return GemmaAttention(self.config)
+
+    def feed_forward(self, number: int) -> nn.Module:
+        del number
+        return GemmaFeedForward(self.config.dim, self.config.hidden_dim)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = super().embedded(tokens)

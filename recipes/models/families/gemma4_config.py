@@ -1,11 +1,11 @@
-"""Config section of the text model of Gemma 4."""
+"""Config section of the text models of Gemma 4."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from serried.configs.schema.fields import Number, Size
+from serried.configs.schema.fields import Count, Number, Size
 from serried.configs.schema.models import completed, refuse_unless
 from serried.configs.schema.registry import models
 from serried.recipes.models.families.gemma_config import GemmaSection
@@ -14,12 +14,11 @@ from serried.recipes.models.layers.rope_config import Rope
 
 _WIDTHS = ("head_dim", "num_key_value_heads")
 """Keys of ``per_layer_config`` that may differ in blocks without a window."""
-_UNSUPPORTED = {
-    "hidden_size_per_layer_input": "inputs of each layer",
-    "num_kv_shared_layers": "keys and values shared by layers",
-    "enable_moe_block": "experts",
+_OF_EXPERTS = {
+    "experts": "num_experts",
+    "experts_per_token": "top_k_experts",
+    "expert_hidden_dim": "moe_intermediate_size",
 }
-"""Keys of parts of Gemma 4 that the family does not support."""
 _EVERY = 6
 """Default of transformers: one in this many blocks has no window."""
 _ROPES: tuple[Mapping[str, Any], Mapping[str, Any]] = (
@@ -30,17 +29,28 @@ _ROPES: tuple[Mapping[str, Any], Mapping[str, Any]] = (
 
 
 class Gemma4Section(AlternatingSection):
-    """Architecture of the dense text model of Gemma 4, without per-layer inputs and shared keys and values."""
+    """Architecture of the text models of Gemma 4."""
 
     names: ClassVar[Mapping[str, str]] = {
         **AlternatingSection.names,
         "keys_are_values": "attention_k_eq_v",
         "logit_soft_cap": "final_logit_softcapping",
+        "block_input_dim": "hidden_size_per_layer_input",
+        "kv_shared_layers": "num_kv_shared_layers",
+        "doubles_hidden_dim": "use_double_wide_mlp",
     }
     opens_as = ("gemma4_text", "Gemma4ForCausalLM")
     plain = GemmaSection.plain
     normalizes_heads = True
     rope_types = ()
+    # Keys of other mixtures of experts, with the values that Gemma 4 has.
+    shared_experts: ClassVar[int] = 0
+    routed_scale: ClassVar[float] = 1.0
+    expert_groups: ClassVar[int] = 1
+    groups_per_token: ClassVar[int] = 1
+    normalize_weights: ClassVar[bool] = True
+    balance_rate: ClassVar[float] = 0.0
+    has_router_bias: ClassVar[bool] = False
 
     sliding_window: Size = 512
     """Number of most recent tokens, including itself, that a token attends to in blocks with a window."""
@@ -57,6 +67,21 @@ class Gemma4Section(AlternatingSection):
     logit_soft_cap: Number | None = Field(default=None, gt=0)
     """Soft cap c of logits: a logit x becomes ``c * tanh(x / c)``. Null for none."""
 
+    block_input_dim: Annotated[Count, Field(ge=0, le=10**6)] = 0
+    """Width of the input that each block has in addition to the residual stream, computed from the tokens; 0 for
+    none."""
+    kv_shared_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """Number of last blocks that attend to the keys and values of the last earlier block of their kind, with or without
+    a window, instead of their own."""
+    doubles_hidden_dim: bool = False
+    """Use a feed-forward of twice ``hidden_dim`` in the last ``kv_shared_layers`` blocks."""
+    experts: Annotated[Count, Field(ge=0, le=10**5)] = 0
+    """Number of routed experts of a block, in addition to its feed-forward; 0 for none."""
+    experts_per_token: Annotated[Count, Field(ge=0, le=10**5)] = 0
+    """Number of routed experts that each token is sent to."""
+    expert_hidden_dim: Annotated[Count, Field(ge=0, le=10**7)] = 0
+    """Inner width of one expert."""
+
     def is_global(self, layer: int) -> bool:
         """Return whether block ``layer`` attends to all tokens, regardless of the window."""
         return (layer + 1) % self.global_every == 0
@@ -67,6 +92,21 @@ class Gemma4Section(AlternatingSection):
             return self.global_head_dim, self.global_kv_heads or self.kv_heads
         return self.attention_head_dim, self.kv_heads
 
+    def reuses_keys(self, layer: int) -> bool:
+        """Return whether block ``layer`` attends to the keys and values of an earlier block."""
+        return layer >= self.layers - self.kv_shared_layers
+
+    def shares_keys(self, layer: int) -> bool:
+        """Return whether later blocks attend to the keys and values of block ``layer``: it is the last one of its kind
+        with own keys and values."""
+        later = range(layer + 1, self.layers)
+        same = [self.reuses_keys(other) for other in later if self.is_global(other) == self.is_global(layer)]
+        return bool(same) and all(same) and not self.reuses_keys(layer)
+
+    def feed_forward_width(self, layer: int) -> int:
+        """Return the inner width of the feed-forward of block ``layer``."""
+        return self.hidden_dim * (2 if self.doubles_hidden_dim and self.reuses_keys(layer) else 1)
+
     def rope(self, layer: int) -> Rope:
         if not self.is_global(layer):
             return Rope(self.local_rope_theta, None)
@@ -74,19 +114,35 @@ class Gemma4Section(AlternatingSection):
 
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
         sizes = super().divisible()
-        return {"tensor": {**sizes["tensor"], "model.global_kv_heads": self.global_kv_heads or self.kv_heads}}
+        tensor = {**sizes["tensor"], "model.global_kv_heads": self.global_kv_heads or self.kv_heads}
+        if not self.experts:
+            return {"tensor": tensor}
+        widths = {"model.dim": self.dim, "model.expert_hidden_dim": self.expert_hidden_dim}
+        return {"tensor": tensor, "expert": {"model.experts": self.experts}, "expert_shard": widths}
+
+    def layout_mistakes(self, degrees: Mapping[str, int], *, sequence: bool) -> Iterator[str]:
+        yield from super().layout_mistakes(degrees, sequence=sequence)
+        pipeline, keys = degrees["pipeline"], ("block_input_dim", "kv_shared_layers")
+        if pipeline != 1 and (key := next((key for key in keys if getattr(self, key)), None)):
+            yield (
+                f"parallel.pipeline={pipeline} is not supported with model.{key}={getattr(self, key)}, because stages "
+                "pass only the residual stream to each other; use parallel.pipeline=1"
+            )
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         found = completed(found, cls)
         if found["use_bidirectional_attention"] not in (None, "vision"):  # vision: only between tokens of an image
             refuse_unless(found, use_bidirectional_attention=None)
-        for key, what in _UNSUPPORTED.items():
-            if found[key]:
-                raise ValueError(
-                    f"has {key} {found[key]}: {what} of Gemma 4 are not supported, only its dense model without them; "
-                    "use model=hf"
-                )
+        if found["hidden_size_per_layer_input"]:
+            refuse_unless(found, vocab_size_per_layer_input=found["vocab_size"])
+        experts = {ours: found[theirs] for ours, theirs in _OF_EXPERTS.items()}
+        if not found["enable_moe_block"]:
+            experts = dict.fromkeys(experts, 0)
+        elif None in experts.values():
+            raise ValueError(
+                f"has enable_moe_block {found['enable_moe_block']}, but no {' or '.join(_OF_EXPERTS.values())}"
+            )
         full, sliding = _ropes(found)
         keys = super().keys_from(
             {**found, "hidden_act": cls.plain["hidden_act"], "rope_parameters": None, "rope_theta": full["rope_theta"]}
@@ -95,6 +151,8 @@ class Gemma4Section(AlternatingSection):
             "global_every": global_every(found, keys["layers"], _EVERY),
             "global_rotary_fraction": full.get("partial_rotary_factor", 1.0),
             "local_rope_theta": float(sliding["rope_theta"]),
+            "block_input_dim": keys["block_input_dim"] or 0,
+            **experts,
             **_global_sizes(found),
         }
 
@@ -105,6 +163,23 @@ class Gemma4Section(AlternatingSection):
                 f"model.layers={self.layers} is not a multiple of model.global_every={self.global_every}, and "
                 "transformers gives the last block of Gemma 4 no window; use "
                 f"model.layers={-(-self.layers // self.global_every) * self.global_every}"
+            )
+        if (own := self.layers - self.kv_shared_layers) < self.global_every and self.kv_shared_layers:
+            yield (
+                f"model.kv_shared_layers={self.kv_shared_layers} leaves {max(0, own)} of model.layers={self.layers} "
+                "with own keys and values, but layers with and without a window need one each "
+                f"(model.global_every={self.global_every}); use "
+                f"model.kv_shared_layers={max(0, self.layers - self.global_every)}"
+            )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            yield (
+                f"model.experts_per_token={self.experts_per_token} is not between 1 and model.experts={self.experts}; "
+                f"use model.experts_per_token={min(8, self.experts)}"
+            )
+        if self.experts and not self.expert_hidden_dim:
+            yield (
+                f"model.experts={self.experts} needs model.expert_hidden_dim; use "
+                f"model.expert_hidden_dim={self.hidden_dim}, or model.experts=0"
             )
         if self.global_kv_heads and not self.keys_are_values:
             yield (

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -210,15 +210,30 @@ class Transformer(nn.Module):
             tokens = self._with_outdated(tokens, cache, {*ropes})
         rotations = {rope: self._rotation(rope, length, tokens, positions, cache) for rope in {*ropes}}
         masks = {window: self._mask(window, length, tokens, positions, cache) for window in {*windows}}
-        x = self.embedded(tokens)
-        for number, block in enumerate(self.layers):
-            (cos, sin), mask = rotations[ropes[number]], masks[windows[number]]
-            x = block(x, cos, sin, mask) if cache is None else block(x, cos, sin, mask, cache.layers[number])
+        settings: list[tuple[Any, ...]] = [
+            (*rotations[rope], masks[window]) for rope, window in zip(ropes, windows, strict=True)
+        ]
+        if cache is not None:
+            settings = [(*own, past) for own, past in zip(settings, cache.layers, strict=True)]
+        x = self.through_blocks(self.embedded(tokens), tokens, settings)
         if cache is not None:
             cache.length += tokens.shape[1]
             x = x[:, -1:]
         shared = self.embed_tokens.weight if self.config.tie_embeddings else None
         return self.lm_head(self.norm(x), targets, shared)
+
+    def through_blocks(self, x: Tensor, tokens: Tensor, settings: Sequence[tuple[Any, ...]]) -> Tensor:
+        """Return the output of the last block for ``x``, the input of the first one. A family whose blocks need more
+        than the residual stream overrides this.
+
+        Args:
+            tokens: the input of the model.
+            settings: further arguments of each block.
+        """
+        del tokens
+        for block, own in zip(self.layers, settings, strict=True):
+            x = block(x, *own)
+        return x
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the input of the first block. In later pipeline stages, ``tokens`` are already hidden states."""

@@ -65,10 +65,8 @@ class Router(nn.Module):
         """Map tokens [T, D] to their experts [T, k], the experts' weights [T, k] in fp32, and the number of tokens
         of each expert [E]."""
         with torch.autocast(rows.device.type, enabled=False):
-            # The weight is first converted to the dtype of the tokens, since sharded mixed precision gathers it in that
-            # dtype. fp16 is excluded: the weight's gradient, a sum over tokens, can overflow in it.
-            weight = self.weight if rows.dtype == torch.float16 else self.weight.to(rows.dtype)
-            logits = F.linear(rows.float(), weight.float(), None if self.bias is None else self.bias.float())
+            weight = as_gathered(self.weight, rows)
+            logits = F.linear(rows.float(), weight, None if self.bias is None else self.bias.float())
         correction = self.e_score_correction_bias
         scores = logits.softmax(dim=1) if correction is None else logits.sigmoid()
         ranking = scores.detach() if correction is None else scores.detach() + correction
@@ -99,6 +97,14 @@ class Router(nn.Module):
         if bias is not None and self.weight.requires_grad:  # a frozen router is not changed
             moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact, since these are integers
             bias += (self.balance_rate * moves).to(bias.dtype)
+
+
+def as_gathered(weight: Tensor, rows: Tensor) -> Tensor:
+    """Return ``weight`` in fp32, rounded to the dtype of ``rows``, in which sharded mixed precision gathers it.
+
+    It is not rounded to fp16: its gradient, a sum over tokens, could overflow.
+    """
+    return (weight if rows.dtype == torch.float16 else weight.to(rows.dtype)).float()
 
 
 class StackedExperts(nn.Module):
@@ -227,8 +233,10 @@ class MixtureOfExperts(nn.Module):
         routed = self._routed(x.flatten(0, 1)).view(x.shape)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
-    def _routed(self, tokens: Tensor) -> Tensor:
-        chosen, weights, counts = self.gate(tokens)
+    def _routed(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Return the weighted outputs of the experts for ``tokens`` [T, D]. ``seen``: input of the router, if it is not
+        ``tokens``."""
+        chosen, weights, counts = self.gate(tokens if seen is None else seen)
         order = chosen.flatten().argsort(stable=True)  # by expert, then by token
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)

@@ -112,8 +112,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "gemma4_text": GEMMA4,
-    "gemma4_text, keys are values": GEMMA4
-    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    "gemma4_text, experts": GEMMA4
+    | {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+    "gemma4_text, inputs of blocks": GEMMA4
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": ROWS,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": WINDOW,
@@ -232,7 +251,9 @@ def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text, keys are values", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if "gemma4" in name or name in ("qwen3_next", "qwen3_5_moe_text")]
+)
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     """Generate with the cache, past the window."""
     prompt, new = 9, 40
@@ -312,6 +333,9 @@ VISION = 416_866_032
         ("kimi_k2", 1_026_408_232_448 - 60 * 384),
         ("gpt_oss_120b", 116_829_156_672),
         ("gemma4_31b", 30_697_345_280),
+        ("gemma4_e2b", 4_628_569_344),
+        ("gemma4_e4b", 7_463_013_376),
+        ("gemma4_26b_a4b", 25_233_141_760),
         ("qwen3_next_80b", 79_674_391_296),
         ("qwen35_35b_a3b", 34_660_610_688),
         ("qwen35_27b", 26_895_998_464),
@@ -359,6 +383,26 @@ LINEAR_35 = {
         "partial_rotary_factor": 0.25,
     },
     "vocab_size": 248320,
+}  # fmt: skip
+GEMMA4_31B = {
+    "attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": False, "final_logit_softcapping": 30.0,
+    "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
+    "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60,
+    "num_key_value_heads": 16, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024, "tie_word_embeddings": True, "use_double_wide_mlp": False, "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+GEMMA4_E4B = GEMMA4_31B | {
+    "attention_k_eq_v": False, "hidden_size": 2560, "hidden_size_per_layer_input": 256, "intermediate_size": 10240,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7, "max_position_embeddings": 131072,
+    "num_attention_heads": 8, "num_global_key_value_heads": None, "num_hidden_layers": 42, "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18, "sliding_window": 512,
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
@@ -455,21 +499,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "gemma4_31b": {
         "model_type": "gemma4",
-        "text_config": {
-            "attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": False,
-            "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
-            "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
-            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
-            "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4,
-            "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6,
-            "rope_parameters": {
-                "full_attention": {
-                    "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional",
-                },
-                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-            },
-            "sliding_window": 1024, "tie_word_embeddings": True, "use_double_wide_mlp": False, "vocab_size": 262144,
+        "text_config": GEMMA4_31B | {"hidden_size_per_layer_input": None},
+    },
+    "gemma4_26b_a4b": {
+        "model_type": "gemma4",
+        "text_config": GEMMA4_31B | {
+            "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5, "moe_intermediate_size": 704,
+            "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30,
+            "num_key_value_heads": 8, "top_k_experts": 8,
+        },
+    },
+    "gemma4_e4b": {"model_type": "gemma4", "text_config": GEMMA4_E4B},
+    "gemma4_e2b": {
+        "model_type": "gemma4",
+        "text_config": GEMMA4_E4B | {
+            "hidden_size": 1536, "intermediate_size": 6144,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "num_hidden_layers": 35,
+            "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
         },
     },
     "qwen3_next_80b": {
@@ -566,14 +613,14 @@ def test_small_model_with_published_keys_opens_here_and_in_transformers(preset: 
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func softmax; only sigmoid is supported"),
         ("gpt_oss_20b", {"swiglu_alpha": 2.0}, "has swiglu_alpha 2.0; only 1.702 is supported"),
         (
-            "gemma4_31b",
-            {"text_config": {**PUBLISHED["gemma4_31b"]["text_config"], "num_kv_shared_layers": 20}},
-            "has num_kv_shared_layers 20: keys and values shared by layers of Gemma 4 are not supported",
+            "gemma4_e4b",
+            {"text_config": GEMMA4_E4B | {"vocab_size_per_layer_input": 128}},
+            "has vocab_size_per_layer_input 128; only 262144 is supported",
         ),
         (
-            "gemma4_31b",
-            {"text_config": {**PUBLISHED["gemma4_31b"]["text_config"], "hidden_size_per_layer_input": 256}},
-            "has hidden_size_per_layer_input 256: inputs of each layer of Gemma 4 are not supported",
+            "gemma4_e4b",
+            {"text_config": GEMMA4_E4B | {"num_kv_shared_layers": 38}},
+            r"model.kv_shared_layers=38 leaves 4 of model.layers=42 with own keys .*; use model.kv_shared_layers=36",
         ),
         (
             "qwen3_next_80b",
@@ -640,6 +687,16 @@ def test_context_axis_with_linear_attention_is_refused() -> None:
     assert not list(section.layout_mistakes(degrees | {"context": 1}, sequence=True))
 
 
+def test_pipeline_of_blocks_that_need_more_than_the_stream_is_refused() -> None:
+    degrees = {"pipeline": 2, "context": 2, "tensor": 2, "expert": 1}
+    section = compose(["model=gemma4_e4b", "data.tokenizer=bytes"]).model
+    assert list(section.layout_mistakes(degrees, sequence=True)) == [
+        "parallel.pipeline=2 is not supported with model.block_input_dim=256, because stages pass only the residual "
+        "stream to each other; use parallel.pipeline=1"
+    ]
+    assert not list(section.layout_mistakes(degrees | {"pipeline": 1}, sequence=True))
+
+
 def test_the_table_of_families_is_up_to_date() -> None:
     page = (ROOT / "docs/reference/families.md").read_text()
     committed = page.partition("<!-- python -m tools.key_tables families -->\n")[2].partition("\n<!-- end -->")[0]
@@ -696,9 +753,17 @@ HYBRID = {
     "model.full_every": "2", "model.rotary_fraction": "0.5", "model.linear_key_heads": "2",
     "model.linear_value_heads": "4", "model.linear_key_dim": "8", "model.linear_value_dim": "12",
 }  # fmt: skip
-ON_LAYOUTS["gemma4_31b"] = {
-    "model.layers": "4", "model.global_every": "2", "model.global_head_dim": "12", "model.global_kv_heads": "2",
-    "model.sliding_window": "6", "model.logit_soft_cap": "3", "model.tie_embeddings": "true",
+GEMMA4_SIZES = {
+    "model.layers": "4", "model.global_every": "2", "model.global_head_dim": "12", "model.sliding_window": "6",
+    "model.logit_soft_cap": "3", "model.tie_embeddings": "true",
+}  # fmt: skip
+ON_LAYOUTS["gemma4_26b_a4b"] = GEMMA4_SIZES | {
+    "model.global_kv_heads": "2", "model.experts": "4", "model.experts_per_token": "2", "model.expert_hidden_dim": "24",
+}  # fmt: skip
+"""Gemma 4 31B is the same without experts."""
+ON_LAYOUTS["gemma4_e4b"] = GEMMA4_SIZES | {
+    "model.layers": "6", "model.kv_shared_layers": "2", "model.block_input_dim": "12",
+    "model.doubles_hidden_dim": "true",
 }  # fmt: skip
 ON_LAYOUTS["qwen35_800m"] = HYBRID
 ON_LAYOUTS["qwen3_next_80b"] = HYBRID | {
@@ -709,8 +774,10 @@ ON_LAYOUTS["qwen3_next_80b"] = HYBRID | {
 
 
 def layouts_of(changes: dict[str, str]) -> tuple[str, ...]:
+    if "model.kv_shared_layers" in changes:  # the pipeline passes no keys and values from stage to stage
+        return tuple(axis for axis in OF_DENSE if "pipeline" not in axis)
     if "model.global_head_dim" in changes:
-        return OF_DENSE
+        return OF_MIXTURES
     if "model.full_every" in changes:  # linear attention has no context axis
         axes = OF_MIXTURES if "model.dense_layers" in changes else OF_DENSE
         return tuple(axis for axis in axes if "context" not in axis)

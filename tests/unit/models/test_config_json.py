@@ -75,15 +75,15 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 3, "tie_word_embeddings": False,
     },
     "gemma4_text": {
-        "hidden_size_per_layer_input": 0, "sliding_window": 9, "final_logit_softcapping": 3.0, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 3,
+        "moe_intermediate_size": 24, "sliding_window": 9, "final_logit_softcapping": 3.0, "attention_k_eq_v": True,
         "tie_word_embeddings": False,
     },
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR | MIXTURE | {"norm_topk_prob": False, "mlp_only_layers": [0]},
     "qwen3_5_moe_text": LINEAR | MIXTURE,
 }  # fmt: skip
-REQUIRED: dict[str, dict[str, Any]] = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
-"""Keys without which transformers has a default that the family does not support."""
 
 
 def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +96,6 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     if kind == "gpt2":
         return values | {"hidden_dim": values["hidden_dim"] or 4 * values["dim"]}
     rope = config.rope_parameters
-    if kind == "gemma4_text" and (config.hidden_size_per_layer_input or config.num_kv_shared_layers):
-        raise NotImplementedError
     local = rope["sliding_attention"]["rope_theta"] if kind in ("gemma3_text", "gemma4_text") else None
     first = config.per_layer_config[0] if kind == "gemma4_text" else config
     values |= {
@@ -129,14 +127,20 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
             values["shared_experts"] = config.shared_expert_intermediate_size // config.moe_intermediate_size
             values["hidden_dim"] = values["hidden_dim"] or config.moe_intermediate_size
     elif kind == "gemma4_text":
+        if config.hidden_size_per_layer_input and config.vocab_size_per_layer_input != config.vocab_size:
+            raise NotImplementedError
         last = config.per_layer_config[config.num_hidden_layers - 1]
         values |= {
             "global_every": config.layer_types.index("full_attention") + 1,
             "global_head_dim": last.head_dim,
             "global_kv_heads": None,
+            **dict.fromkeys(("experts", "experts_per_token", "expert_hidden_dim"), 0),
             "global_rotary_fraction": rope["full_attention"]["partial_rotary_factor"],
             "local_rope_theta": local,
         }
+        if config.enable_moe_block:
+            experts, width = config.num_experts * 1, config.moe_intermediate_size * 1  # raise for null
+            values |= {"experts": experts, "experts_per_token": config.top_k_experts * 1, "expert_hidden_dim": width}
     elif kind.startswith("gemma"):
         values |= {
             "query_pre_attention_scalar": config.query_pre_attn_scalar,
@@ -181,12 +185,12 @@ def test_value_of_the_wrong_kind_is_refused_by_the_name_of_its_key(kind: str) ->
             if isinstance(wrong, type(default)):
                 continue
             try:
-                found = {"model_type": kind, **REQUIRED.get(kind, {}), key: wrong}
+                found = {"model_type": kind, key: wrong}
                 keys = models.get(kind).section.keys_from(found)
             except (ValueError, TypeError) as error:
                 assert key in str(error)
             else:
-                unread = ["reorder_and_upcast_attn", "scale_attn_weights", "use_double_wide_mlp"]
+                unread = ["reorder_and_upcast_attn", "scale_attn_weights"]
                 unread += ["num_experts", "top_k_experts", "moe_intermediate_size"] * (kind == "gemma4_text")
                 assert wrong in keys.values() or key in unread, key
 
@@ -224,7 +228,6 @@ def test_run_started_with_another_value_keeps_it_if_the_key_is_typed(kind: str, 
     section = models.get(kind).section
     heads = 32 if kind == "deepseek_v3" else 8  # one per query head, as the family requires
     found = {"model_type": kind, "head_dim": 16, "num_attention_heads": 32, "num_key_value_heads": heads}
-    found |= REQUIRED.get(kind, {})
     (folder / "config.json").write_text(json.dumps(found))
     now = section.keys_from(found)
     values: dict[str, Any] = {

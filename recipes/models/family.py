@@ -3,7 +3,7 @@
 A new family is a module with its code, a module ``*_config`` next to it with its section, and a YAML preset.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from serried.configs.schema.models import ModelSection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import Inputs, ParallelPlan
 from serried.recipes.models.layers.lm_head import IGNORE
+
+Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
+"""Maps the name and shape of a parameter to the position of its elements in the tensors of a checkpoint."""
 
 
 class Tokens(Protocol):
@@ -145,6 +148,16 @@ class ModelFamily:
             shape: unsharded shape of the parameter.
         """
         return (Fragment.whole(self.export_name(name), shape),)
+
+    def exported_in(self, names: Collection[str], exported: Exported) -> Exported:
+        """Return ``exported`` for reading a folder whose layout may differ from the one that is written.
+
+        Args:
+            names: names of the tensors in the folder.
+            exported: maps parameters to their position in the layout that is written.
+        """
+        del names
+        return exported
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         """Return the content of ``config.json`` for an exported model.

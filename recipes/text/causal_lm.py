@@ -408,7 +408,9 @@ class CausalLM(TextTask):
     def exported_from(self, folder: Path) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
         if self._lacks_output_bias(folder):
             return lambda name, shape: () if name.endswith(_OUTPUT_BIAS) else self.exported(name, shape)
-        return exported_with_fewer_rows(self.exported, TensorFolder(folder), self.vocab_size())
+        tensors = TensorFolder(folder)
+        exported = self._family().exported_in(tensors.specs, self.exported)
+        return exported_with_fewer_rows(exported, tensors, self.vocab_size())
 
     def _lacks_output_bias(self, folder: Path) -> bool:
         """Return whether the model in ``folder`` was saved by an earlier version, without the bias of the attention

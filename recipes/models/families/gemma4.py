@@ -24,7 +24,14 @@ from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models.families.gemma import GemmaBlock, GemmaFeedForward, GemmaTransformer
 from serried.recipes.models.families.gemma4_config import Gemma4Section
 from serried.recipes.models.families.llama import Attention, Embedding, Linear, Llama, RMSNorm
-from serried.recipes.models.families.moe import Experts, MixtureOfExperts, Router, as_gathered, product_of_experts
+from serried.recipes.models.families.moe import (
+    Experts,
+    MixtureOfExperts,
+    Router,
+    as_gathered,
+    fused_experts,
+    product_of_experts,
+)
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
 from serried.recipes.models.layers.kv_cache import LayerCache
 from serried.recipes.models.layers.rope import rotate
@@ -241,12 +248,8 @@ class Gemma4(Llama):
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
-        owner, _, part = name.rpartition(".")
-        if not owner.endswith(".experts") or part == "down_proj":
-            return super().exported(name, shape)
-        whole = (shape[0], 2 * shape[1], *shape[2:])
-        start = 0 if part == "gate_proj" else shape[1]
-        return (Fragment.within(self.export_name(f"{owner}.gate_up_proj"), whole, 1, start, shape),)
+        fused = fused_experts(self.export_name(name), shape)
+        return super().exported(name, shape) if fused is None else (fused,)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         model, plain = self.section, super().export_config(end_token)

@@ -10,7 +10,7 @@ Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an exp
 each of its experts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from serried.recipes.models.families.llama import (
     Transformer,
 )
 from serried.recipes.models.families.moe_config import MoESection
+from serried.recipes.models.family import Exported
 
 _GROUPED_ALIGNMENT = 16
 """Alignment of rows in bytes for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
@@ -276,6 +277,18 @@ class MoETransformer(Transformer):
         )
 
 
+def fused_experts(name: str, shape: Sequence[int]) -> Fragment | None:
+    """Return the position of stacked experts in a checkpoint with one ``gate_up_proj`` and one ``down_proj`` for all
+    experts of a layer; None for other parameters. ``name``: name in the checkpoint."""
+    owner, _, part = name.rpartition(".")
+    if not owner.endswith(".experts") or part not in ("gate_proj", "up_proj", "down_proj"):
+        return None
+    if part == "down_proj":
+        return Fragment.whole(name, shape)
+    whole = (shape[0], 2 * shape[1], *shape[2:])
+    return Fragment.within(f"{owner}.gate_up_proj", whole, 1, 0 if part == "gate_proj" else shape[1], shape)
+
+
 _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -311,6 +324,17 @@ class MoE(Llama):
         if len(names) == 1:
             return (Fragment.whole(names[0], shape),)
         return tuple(Fragment.entry(each, shape, index) for index, each in enumerate(names))
+
+    def exported_in(self, names: Collection[str], exported: Exported) -> Exported:
+        """See ``ModelFamily``. Experts may be stacked as in the modules of transformers: Qwen 3.5 is, on the Hub."""
+        if not any(name.endswith(".experts.gate_up_proj") for name in names):
+            return exported
+
+        def fused(name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+            found = fused_experts(self.export_name(name), shape)
+            return exported(name, shape) if found is None else (found,)
+
+        return fused
 
     def checkpoint_names(self, name: str) -> list[str]:
         """Return the names of parameter ``name`` in a Hugging Face checkpoint: one for each expert if experts are

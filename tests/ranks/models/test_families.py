@@ -22,8 +22,10 @@ from serried.parallel.layout.mesh import Layout
 from serried.parallel.parallelize import parallelize
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.kv_cache import Cache
+from serried.recipes.text.causal_lm import CausalLM
 from serried.recipes.text.generation import chooser, continued
-from serried.trainer.checkpoint.tensors import load_weights
+from serried.records.safetensors_files import TensorFolder
+from serried.trainer.checkpoint.tensors import check_names, load_weights
 from testing.rank_pool import ROOT, Cluster
 from tools.key_tables import families
 
@@ -171,7 +173,7 @@ def opened(folder: Path, choice: str = "auto") -> tuple[ModelFamily, nn.Module]:
         model, family.parallel_plan(model), None, seed=0, layout=Layout("single"),
         section=ParallelSection(strategy="single"), low_dtype=None, device=torch.device("cpu"),
     )  # fmt: skip
-    load_weights(folder, parallel, family.exported)
+    load_weights(folder, parallel, family.exported_in(TensorFolder(folder).specs, family.exported))
     return family, parallel.module
 
 
@@ -307,6 +309,22 @@ def test_layer_of_glm_for_speculative_decoding_is_left_out(tmp_path: Path) -> No
     tokens = torch.arange(LENGTH).expand(2, -1)
     with torch.no_grad():
         torch.testing.assert_close(opened(tmp_path)[1](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_experts_stacked_as_on_the_hub_are_read(tmp_path: Path) -> None:
+    import transformers
+
+    theirs, file = saved("qwen3_5_moe_text", tmp_path, vocab_size=257), tmp_path / "model.safetensors"
+    stacked = theirs.state_dict()
+    save_file(stacked, file, {"format": "pt"})
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(file)
+    task = CausalLM(compose(["model=auto", f"model.path={tmp_path}", "data.tokenizer=bytes"]))
+    check_names(tmp_path, task.build_model(), task.exported_from(tmp_path))  # as before training
+    family, ours = opened(tmp_path)
+    written(family, ours, tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert again.keys() == stacked.keys()
+    assert all(again[name].equal(stacked[name]) for name in stacked)
 
 
 VISION = 416_866_032

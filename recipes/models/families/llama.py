@@ -28,6 +28,9 @@ from serried.recipes.models.layers.lm_head import LanguageModelHead
 from serried.recipes.models.layers.rope import RotaryEmbedding, document_lengths, rotate
 from serried.recipes.models.layers.rope_config import Rope
 
+_WIDEST = 2**31
+"""Window that is longer than every sequence. Unlike the length of a sequence, it is a number in exported graphs too."""
+
 
 class Linear(nn.Linear):
     """Linear layer without torch's initialization: values are initialized later, by name.
@@ -245,10 +248,10 @@ class Transformer(nn.Module):
 
     def reaches(self, length: int) -> tuple[list[int | None], list[Rope]]:
         """Return the attention window and the rotary frequencies of each block. A window that is not shorter than
-        ``length`` is None, or ``length`` if attention needs a mask."""
+        ``length`` is None, or ``_WIDEST`` if attention needs a mask."""
         numbers = range(self.config.layers)
         windows = [self.config.window(number) for number in numbers]
-        widest = length if self.config.needs_mask else None
+        widest = _WIDEST if self.config.needs_mask else None
         windows = [widest if window is None or window >= length else window for window in windows]
         return windows, [self.config.rope(number) for number in numbers]
 

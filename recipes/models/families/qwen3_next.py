@@ -17,7 +17,7 @@ from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.families.gemma import GemmaNorm
 from serried.recipes.models.families.llama import Attention, Block, FeedForward, Linear, Llama, RMSNorm, Transformer
-from serried.recipes.models.families.moe import MixtureOfExperts, MoE, MoETransformer
+from serried.recipes.models.families.moe import MixtureOfExperts, MoE, MoETransformer, as_gathered
 from serried.recipes.models.families.qwen3_next_config import Qwen3NextSection, Qwen35Section
 from serried.recipes.models.layers.attention import numbered_documents
 from serried.recipes.models.layers.delta_rule import gated_delta_rule, short_convolution
@@ -62,14 +62,17 @@ class Channels(nn.Module):
 
 
 class Decay(nn.Module):
-    """Logarithm of the decay of each head's state, at most 0. ``weight`` is the logarithm of its rate."""
+    """Logarithm of the decay of each head's state, at most 0. ``weight`` is the logarithm of its rate.
+
+    Computed in fp32, from weights in the dtype of the input: the same on all parallel layouts and in transformers.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        return -self.weight.float().exp() * F.softplus(x.float() + self.bias.float())
+        return -as_gathered(self.weight, x).exp() * F.softplus(x.float() + as_gathered(self.bias, x))
 
 
 class LinearAttention(nn.Module):
@@ -111,7 +114,7 @@ class LinearAttention(nn.Module):
             seen = torch.cat((q, k, v), dim=2)
             padded = F.pad(seen, (0, 0, taps - 1, 0)) if earlier is None else torch.cat((earlier, seen), dim=1)
             earlier = padded[:, padded.shape[1] - taps + 1 :]
-        weights = (self.conv_q.weight, self.conv_k.weight, self.conv_v.weight)
+        weights = [as_gathered(convolution.weight, x) for convolution in (self.conv_q, self.conv_k, self.conv_v)]
         q, k, v = (
             F.silu(short_convolution(part, weight, positions, own)).to(x.dtype)
             for part, weight, own in zip((q, k, v), weights, before, strict=True)

@@ -20,6 +20,8 @@ from serried.configs.schema.registry import models
 from serried.configs.schema.sections import ParallelSection
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.parallelize import parallelize
+from serried.recipes.exports.export_formats import Source
+from serried.recipes.exports.traced import traced
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.kv_cache import Cache
 from serried.recipes.text.causal_lm import CausalLM
@@ -688,6 +690,48 @@ def test_model_without_windows_opens_in_transformers(preset: str, tmp_path: Path
         torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma4_text, experts", marks=pytest.mark.slow)])
+def test_weights_gathered_in_bf16_give_the_bits_of_fp32_weights_under_autocast(name: str, tmp_path: Path) -> None:
+    """FSDP gathers weights in bf16, DDP has them in fp32. Weights of norms, used in fp32 by DDP, are rounded before."""
+    saved(name, tmp_path)
+    _, model = opened(tmp_path)
+    tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    results = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for rounded in ("norm", ""):
+            for key, parameter in model.named_parameters():
+                if rounded in key:
+                    parameter.copy_(parameter.bfloat16())
+            results.append(model(tokens))
+    assert results[0].std() > 0.1
+    assert results[0].equal(results[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma4_text, inputs of blocks"])
+def test_graph_of_model_with_windows_takes_any_batch_and_length(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    family, model = opened(tmp_path)
+    graph = traced(Source(tmp_path, family.section, lambda _: model), torch.float32).module()
+    tokens = torch.randint(ROWS, (3, WINDOW), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for some in (tokens, tokens[:1, :5]):
+            torch.testing.assert_close(graph(some), model(some), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "why"),
+    [
+        ("qwen35_800m", "the number of steps of linear attention depends on the length"),
+        ("gpt_oss_20b", "the number of tokens of each expert varies"),
+    ],
+)
+def test_model_that_a_graph_cannot_express_is_refused(preset: str, why: str, tmp_path: Path) -> None:
+    section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
+    with pytest.raises(UserError, match=f"^model.family={section.family} cannot be exported as a graph, because {why}"):
+        traced(Source(tmp_path, section, lambda _: nn.Identity()), torch.float32)
+
+
 def test_model_of_linear_attention_alone_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"^model\.full_every=5 with model\.layers=4 leaves no block with attention, .*=4$"
@@ -838,3 +882,16 @@ def test_a_family_trains_alike_on_every_layout(
         assert difference.same_samples, cut
         assert difference.loss < TOLERANCES["fp32"], cut
         assert difference.grad_norm < TOLERANCES["fp32"], cut
+
+
+@pytest.mark.slow
+def test_linear_attention_in_bf16_trains_alike_with_ddp_and_fsdp(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    sizes = {"model": "qwen3_next_80b", **SMALL, **ON_LAYOUTS["qwen3_next_80b"]}
+    changes = [f"{key}={value}" for key, value in sizes.items()]
+    replicated, sharded = (
+        run(cluster, NAMED[name], 1, "bf16", text, tmp_path / name, *changes, steps=3) for name in ("ddp x2", "fsdp x3")
+    )
+    difference = compare(sharded, replicated)
+    assert difference.same_samples
+    assert difference.loss < TOLERANCES["bf16"]
+    assert difference.grad_norm < TOLERANCES["bf16"]

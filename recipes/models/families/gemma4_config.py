@@ -151,7 +151,6 @@ class Gemma4Section(AlternatingSection):
             "global_every": global_every(found, keys["layers"], _EVERY),
             "global_rotary_fraction": full.get("partial_rotary_factor", 1.0),
             "local_rope_theta": float(sliding["rope_theta"]),
-            "block_input_dim": keys["block_input_dim"] or 0,
             **experts,
             **_global_sizes(found),
         }

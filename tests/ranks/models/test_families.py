@@ -517,10 +517,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
     },
-    "gemma4_31b": {
-        "model_type": "gemma4",
-        "text_config": GEMMA4_31B | {"hidden_size_per_layer_input": None},
-    },
+    "gemma4_31b": {"model_type": "gemma4", "text_config": GEMMA4_31B},
     "gemma4_26b_a4b": {
         "model_type": "gemma4",
         "text_config": GEMMA4_31B | {

@@ -705,9 +705,8 @@ def test_weights_gathered_in_bf16_give_the_bits_of_fp32_weights_under_autocast(n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "gemma4_text, inputs of blocks"])
-def test_graph_of_model_with_windows_takes_any_batch_and_length(name: str, tmp_path: Path) -> None:
-    saved(name, tmp_path)
+def test_graph_of_model_with_windows_takes_any_batch_and_length(tmp_path: Path) -> None:
+    saved("gemma2", tmp_path)
     family, model = opened(tmp_path)
     graph = traced(Source(tmp_path, family.section, lambda _: model), torch.float32).module()
     tokens = torch.randint(ROWS, (3, WINDOW), generator=torch.Generator().manual_seed(1))
@@ -834,7 +833,7 @@ ON_LAYOUTS["qwen3_next_80b"] = HYBRID | {
 
 def layouts_of(changes: dict[str, str]) -> tuple[str, ...]:
     if "model.kv_shared_layers" in changes:  # the pipeline passes no keys and values from stage to stage
-        return tuple(axis for axis in OF_DENSE if "pipeline" not in axis)
+        return ("context x2 x tensor x2", "context x2, ring", "hsdp 2x2")
     if "model.global_head_dim" in changes:
         return OF_MIXTURES
     if "model.full_every" in changes:  # linear attention has no context axis
@@ -883,10 +882,11 @@ def test_a_family_trains_alike_on_every_layout(
 
 @pytest.mark.slow
 def test_linear_attention_in_bf16_trains_alike_with_ddp_and_fsdp(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    sizes = {"model": "qwen3_next_80b", **SMALL, **ON_LAYOUTS["qwen3_next_80b"]}
+    sizes = {"model": "qwen35_800m", **SMALL, **ON_LAYOUTS["qwen35_800m"]}
     changes = [f"{key}={value}" for key, value in sizes.items()]
     replicated, sharded = (
-        run(cluster, NAMED[name], 1, "bf16", text, tmp_path / name, *changes, steps=3) for name in ("ddp x2", "fsdp x3")
+        run(cluster, NAMED[name], 1, "bf16", text, tmp_path / name, *changes, steps=3)
+        for name in ("ddp x2", "fsdp x2 (ZeRO-3)")
     )
     difference = compare(sharded, replicated)
     assert difference.same_samples

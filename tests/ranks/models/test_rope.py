@@ -71,8 +71,8 @@ def rope_of(family: str, kind: str) -> dict[str, Any]:
     if family in PARTIAL:
         rope["partial_rotary_factor"] = fraction
     keys: dict[str, Any] = {"rope_parameters": rope, "tie_word_embeddings": False}
-    if family in SAME:
-        keys |= {"num_hidden_layers": 2, "full_attention_interval": 1}
+    if family in ("qwen3_5_text", *SAME):
+        keys |= {"num_hidden_layers": 2, "full_attention_interval": 1 if family in SAME else 2}
     keys["max_position_embeddings"] = ORIGINAL if name == "dynamic" else 4 * ORIGINAL
     if family == "gemma3_text":
         keys["rope_parameters"] = {

@@ -33,8 +33,8 @@ _LARGE_FILE_SECONDS = 600.0
 _SETTINGS = ("config.yaml", "environment.json")
 _OF_MAIN = (*_SETTINGS, STATUS, LOST_METRICS, "report.html", "log", "tensorboard", PROFILES, IMAGES)
 _OF_OTHER_NODES = ("log", PROFILES)
-_SAFE = re.compile(r"(?!\.)[\w.@+=-]+(?:/(?!\.)[\w.@+=-]+)*", re.ASCII)
-"""Names of records that are downloaded. A listing of a bucket is not trusted."""
+_SAFE = re.compile(r"(?!\.)[\w.@+=-]+(?:/(?!\.)[\w.@+=-]+)*")
+"""Names of records that are downloaded, with the letters of any language. A listing of a bucket is not trusted."""
 _SEGMENT = re.compile(r"metrics-(\d{5})\.jsonl")
 
 

@@ -56,6 +56,7 @@ def test_records_of_all_kinds_are_in_the_next_start(server: S3Server, folder: st
     train(run, range(1, 5))
     run.go_back(2)
     run.add_images("samples", 2, [b"\x89PNG\r\n\x1a\n" + bytes(9 * 2**20)])
+    run.add_images("Güte/見本 é", 2, [b"\x89PNG\r\n\x1a\n" + bytes(range(256))])
     (run.path / "log").mkdir()
     (run.path / "log/rank-0.log").write_text("hello\n")
     (run.path / "checkpoints").mkdir()
@@ -70,6 +71,7 @@ def test_records_of_all_kinds_are_in_the_next_start(server: S3Server, folder: st
     names = {str(path.relative_to(next_start)) for path in next_start.rglob("*") if path.is_file()}
     written = {str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file()}
     assert names == {name for name in written if name[0] != "." and "checkpoints" not in name} | {"log/rank-1.log"}
+    assert "images/step-00000002/Güte_見本_é-0.png" in names
     for name in names - {"log/rank-1.log"}:
         assert (next_start / name).read_bytes() == (run.path / name).read_bytes()
 

@@ -2,7 +2,9 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
+from itertools import cycle
 
 import pytest
 
@@ -32,3 +34,11 @@ def folder(request: pytest.FixtureRequest) -> str:
     """A folder in the bucket that no other test uses."""
     name = re.sub(r"\W+", "-", request.node.name).strip("-")
     return f"tests/{name}"
+
+
+@pytest.fixture
+def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of day is an hour ahead at one reading, and an hour behind at the next."""
+    now, now_ns, offsets = time.time, time.time_ns, cycle((3600, -3600))
+    monkeypatch.setattr(time, "time", lambda: now() + next(offsets))
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + next(offsets) * 10**9)

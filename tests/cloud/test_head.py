@@ -97,6 +97,12 @@ def test_silent_owner_loses_the_run_after_the_patience_and_is_refused(store: Obj
     assert owner.content.state == "held"
 
 
+@pytest.mark.usefixtures("jumping_clock")
+def test_clock_that_is_an_hour_off_changes_no_claim_renewal_or_refusal(store: ObjectStore) -> None:
+    test_renewed_run_refuses_a_second_start_which_names_the_owner(store)
+    test_silent_owner_loses_the_run_after_the_patience_and_is_refused(store)
+
+
 def test_one_of_four_concurrent_claims_wins(store: ObjectStore) -> None:
     won: list[int] = []
 

@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ import pytest
 from serried.configs import bucket_paths
 from serried.configs.schema.data import DataSection, data_section
 from serried.recipes.data.prepared import prepare as prepare_module
+from serried.recipes.data.prepared.shared_cache import SharedCache, _Claim
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.records.object_store import open_store
 from testing.s3_server import BUCKET, S3Server
 
 _SMALL = "tests.support.small_shards"
@@ -48,6 +54,11 @@ def start_node(data: DataSection, disk: Path) -> "subprocess.Popen[str]":
 def written(server: S3Server, folder: str) -> int:
     """Number of objects written below ``folder`` so far."""
     return sum(line.startswith("PUT") and f"/{folder}/" in line for line in server.requests())
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(0.01)
 
 
 def kill_after(server: S3Server, folder: str, cache: str, puts: int, disk: Path) -> bool:
@@ -108,6 +119,36 @@ def test_preparation_killed_at_five_moments_gives_the_same_bytes(
     server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_kills(server, folder, tmp_path, monkeypatch, [0, 15, 40, 65, 90])
+
+
+@pytest.mark.cloud
+@pytest.mark.usefixtures("jumping_clock")
+def test_clock_that_is_an_hour_off_changes_no_claim_of_a_preparation(server: S3Server, folder: str) -> None:
+    holder = SharedCache(server.url(folder), Progress(None, 1), patience_seconds=1.0)
+    waiter = SharedCache(server.url(folder), Progress(None, 1), patience_seconds=1800.0)
+    has_claim, is_prepared = threading.Event(), threading.Event()
+
+    def find() -> str | None:
+        return "key" if is_prepared.is_set() else None
+
+    def prepare_alone() -> None:
+        with holder.claimed("name", find):
+            has_claim.set()
+            renewals = written(server, f"{folder}/claims")
+            wait_until(lambda: written(server, f"{folder}/claims") > renewals + 2)
+            is_prepared.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        prepared = pool.submit(prepare_alone)
+        has_claim.wait()
+        with waiter.claimed("name", find) as found:
+            assert found == "key"
+        prepared.result()
+    is_prepared.clear()
+    killed = _Claim(open_store(server.url(folder)), "claims/other.json", 1.0)
+    assert killed.take()
+    with holder.claimed("other", find) as found:
+        assert found is None
 
 
 @pytest.mark.cloud

@@ -188,6 +188,8 @@ def _trust_no_places(plain: dict[str, Any], run_dir: Path) -> None:
         track.pop("mlflow", None)  # not used here; earlier versions saved addresses that are refused now
     if isinstance(data, dict) and isinstance(named := data.get("cache_dir"), str) and not _is_cache(expanded(named)):
         data["cache_dir"] = None
+        if data.get("name") != "tokens":
+            data.pop("fetch", None)  # what it reads in ranges is in that folder
 
 
 def _is_cache(folder: Path) -> bool:

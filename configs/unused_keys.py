@@ -358,6 +358,8 @@ READERS: tuple[Reader, ...] = (
            f"{_NO_EFFECT} with data.format={{config.data.format}}", "data.format=chat"),
     Reader("data.columns* data.*.columns*", lambda run: run.data("format") != "text",
            f"{_NO_EFFECT} with data.format=text", "data.format=chat"),
+    Reader("data.fetch_limit", lambda run: run.data("fetch") == "ranges", f"{_NO_EFFECT} without data.fetch=ranges",
+           "data.fetch=ranges"),
     Reader("data.isolate_documents", lambda run: run.data("packing") != "none",
            f"{_NO_EFFECT} with data.packing=none, because each sequence is one document", ""),
     Reader("data.sources.*.weight data.weigh_by", lambda run: len(run.data("mixed", ())) > 1,

@@ -170,6 +170,7 @@ def _check_space(folder: Path, needed_bytes: int, root: str, key: str) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         other = " or data.cache_dir=/LARGER/DISK" if key.startswith("data.") else ""
+        other += ", read tokens without a copy (data.fetch=ranges)" if key == "data.path" else ""
         raise UserError(
             f"{key}={root}: {size(needed_bytes)} to download, but only {size(free_bytes)} are free in {folder}; choose "
             f"another disk with SERRIED_SCRATCH=/LARGER/DISK{other}, or name fewer files"

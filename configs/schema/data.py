@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, SerializeAsAny, create_model
 
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.schema.fields import NAME_PATTERN, Count, Number, PathOrUrl, Section, Size
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import Entry, Registry
@@ -86,7 +87,7 @@ Tokens = tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...]
 class DataSection(LoadingSection, SourceSection):
     """Training data: keys common to all sources."""
 
-    free = ("cache_dir",)
+    free = ("cache_dir", "fetch", "fetch_limit")
     by_content = ("validation", "bad_rows")
 
     validation: ValidationSets = Field(default_factory=dict)
@@ -126,6 +127,18 @@ class DataSection(LoadingSection, SourceSection):
     cache_dir: PathOrUrl | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null. With
     ``s3://BUCKET/PATH``, one node prepares and uploads the tokens, and the others download them."""
+    fetch: Literal["whole", "ranges"] = "whole"
+    """``whole``: download tokens that are in a bucket before training. ``ranges``: read each sequence from the bucket
+    when it is used, for data that is larger than the disk."""
+    fetch_limit: str = "10GB"
+    """Disk space per source, in MB, GB or TB, for what ``data.fetch=ranges`` has read. More is read again when it is
+    used again."""
+
+    @property
+    def fetch_limit_bytes(self) -> int:
+        """``fetch_limit`` in bytes; -1 if it is not a size."""
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([MGT])B", self.fetch_limit, re.ASCII)
+        return int(float(found[1]) * 1000 ** " KMGT".index(found[2])) if found else -1
 
     @property
     def is_chat(self) -> bool:
@@ -194,9 +207,20 @@ class DataSection(LoadingSection, SourceSection):
             for key in source.needs:
                 if not getattr(source, key):
                     yield f"{path}.name={source.name} needs {path}.{key}={source.needs[key]}"
+        yield from self._mistakes_of_fetching([self, *named.values()])
         taken = {DEFAULT_VALIDATION: "the data held out from training", TRAINING: "the training data"}
         for name in self.validation.keys() & taken.keys():
             yield f"data.validation.{name}: this name is reserved for {taken[name]}; use another name"
+
+    def _mistakes_of_fetching(self, named: Sequence[SourceSection]) -> Iterator[str]:
+        if self.fetch_limit_bytes < 0:
+            yield f"data.fetch_limit={self.fetch_limit} is not a size in MB, GB or TB; e.g. data.fetch_limit=50GB"
+        has_tokens = any(source.name == "tokens" and is_bucket_url(getattr(source, "path", "")) for source in named)
+        if self.fetch == "ranges" and not has_tokens and not is_bucket_url(self.cache_dir):
+            yield (
+                "data.fetch=ranges reads prepared data in a bucket; add data.cache_dir=s3://BUCKET/PATH, or use "
+                "data=tokens data.path=s3://BUCKET/PATH"
+            )
 
     def _mistakes_of_text(self) -> Iterator[str]:
         made = ("chars", "train")

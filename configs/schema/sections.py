@@ -11,7 +11,7 @@ code that opens the files.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -419,7 +419,7 @@ MOST_THREADS = 16
 class LoadingSection(Section):
     """Loading of the data. Every task has these keys; language models have more."""
 
-    free = ("workers",)
+    free: ClassVar[Sequence[str]] = ("workers",)
 
     workers: Annotated[Count, Field(ge=0, le=256)] | None = 2
     """Threads per process that prefetch batches; 0: read in the training thread; null (the default for images): one per

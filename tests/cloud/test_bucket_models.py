@@ -109,22 +109,6 @@ def tokens(path: str, **more: Any) -> Any:
     return prepare(data_section(name="tokens", path=path, sequence_length=16, **more))
 
 
-def test_token_files_in_a_bucket_have_one_key_on_all_nodes(
-    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers = np.random.default_rng(0).integers(0, 256, 5000).astype("<u2")
-    (tmp_path / "flat").mkdir()
-    numbers.tofile(tmp_path / "flat" / "train.bin")
-    numbers[:500].tofile(tmp_path / "flat" / "val.bin")
-    put_folder(server, folder, tmp_path / "flat")
-    first = tokens(server.url(folder), tokenizer="bytes")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another-node"))
-    second = tokens(server.url(folder), tokenizer="bytes")
-    assert first.key == second.key
-    assert np.array_equal(second.stream("train").read(0, 5000), numbers)
-    assert second.stream("validation").tokens == 500
-
-
 def test_prepared_folder_in_a_bucket_is_opened(server: S3Server, folder: str, tmp_path: Path) -> None:
     data = {"path": str(write_text(tmp_path / "text")), "sequence_length": 16, "cache_dir": str(tmp_path / "own")}
     local = prepare(data_section(name="text", **data))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from serried.configs.errors import UserError
+from serried.configs.errors import TrainingFailed, UserError
 from serried.trainer.data.sampler import BatchShare, Order, Stream, micro_batch_indices
 from serried.trainer.task import Dataset, map_tensors
 
@@ -47,7 +47,7 @@ class Reader(NamedTuple):
         ``where`` describes the purpose in error messages.
 
         Raises:
-            SampleError, UserError: a sample cannot be read.
+            SampleError, UserError, TrainingFailed: a sample cannot be read.
         """
         samples, ids = [], np.asarray(ids, np.int64)
         for number, sample_id in enumerate(ids.tolist()):
@@ -56,6 +56,8 @@ class Reader(NamedTuple):
                 samples.append(sample if self.augment is None else self.augment(sample, int(places[number])))
             except UserError as error:
                 raise UserError(f"sample {sample_id} {where}: {error}") from error
+            except TrainingFailed:
+                raise
             except Exception as error:
                 raise SampleError(f"cannot read sample {sample_id} {where}: {type(error).__name__}: {error}") from error
         return self.collate(samples, ids)

@@ -19,8 +19,8 @@ from serried.records.files import machine
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
 """Pattern for the names of temporary folders that this module creates. Names of the final folders end in a hash."""
 _CONTENTS = re.compile(
-    r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised|weights|places|crc32)"
-    r"|(?:tokenizer|summary|shared|held-out)\.json)(?:\..+\.tmp)?"
+    r"\.?(?:(?:done|train|validation|tokens)-[0-9]{5,}\.(?:json|bin|starts|supervised|weights|places|crc32)"
+    r"|(?:tokenizer|summary|shared|held-out|objects)\.json|ranges\.(?:limit|blocks))(?:\..+\.tmp)?"
 )
 """Pattern for the names of files in such a folder."""
 _ABANDONED_SECONDS = 24 * 3600.0

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +31,16 @@ from serried.configs.schema.data import MOST_VALIDATION, DataSection, sources
 from serried.recipes.data.chat.conversations import EARLIER_FORMATS, encoder_of_rows
 from serried.recipes.data.chat.preference_pairs import pair_encoder
 from serried.recipes.data.prepared.atomic_folder import make_folder, other_cache
+from serried.recipes.data.prepared.ranged_objects import (
+    StoredObject,
+    is_large,
+    is_ranged,
+    read_in_ranges,
+    use_limit,
+    write_objects,
+)
 from serried.recipes.data.prepared.shared_cache import PATIENCE_SECONDS, SharedCache
-from serried.recipes.data.prepared.token_files import FlatFiles
+from serried.recipes.data.prepared.token_files import FlatFiles, place_files
 from serried.recipes.data.prepared.token_shards import Shard, TokenStream
 from serried.recipes.data.prepared.tokenize import (
     Counts,
@@ -159,13 +168,21 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
     Raises:
         UserError: the source is missing, empty, unreadable or changes while it is read, or the cache cannot be written.
     """
-    if is_bucket_url(section.cache_dir) and section.name != "tokens":  # flat files are used in place
+    if _uses_bucket(section):
         return _prepared_by_process(section, show, threads)
     with Progress(show, threads or usable_cores()) as progress, downloads(cache_folder(section), progress.say):
         try:
             return prepare_source(section, progress)
         except UserError as error:
             raise _with_urls_of(error) from error
+
+
+def _uses_bucket(section: DataSection) -> bool:
+    """Return whether preparation reads or writes the bucket itself, not only downloads files from it."""
+    if section.name != "tokens":
+        return is_bucket_url(section.cache_dir)
+    is_elsewhere = is_bucket_url(getattr(section, "path", None)) and not getattr(section, "is_prepared", False)
+    return is_elsewhere and (is_bucket_url(section.cache_dir) or section.fetch == "ranges")
 
 
 def _with_urls_of(error: UserError) -> UserError:
@@ -201,7 +218,7 @@ def _prepared_by_process(section: DataSection, show: Show | None, threads: int |
 def prepare_source(section: DataSection, progress: Progress, shared: SharedCache | None = None) -> Prepared:
     """Prepare ``section`` in this process. ``shared``: cache in a bucket to download from and upload to."""
     if getattr(section, "is_prepared", False):
-        path = expanded(local_path(str(getattr(section, "path", "")), "data.path"))
+        path = _prepared_folder(section, progress)
         prepared = open_prepared(path.absolute())
         named = None if section.tokenizer == "bytes" else named_tokenizer(section)
         if section.tokenizer != "bytes" and (named is None or named.spec() != prepared.tokenizer.spec()):
@@ -213,10 +230,8 @@ def prepare_source(section: DataSection, progress: Progress, shared: SharedCache
     cache = cache_folder(section)
     tokenizer = named_tokenizer(section)
     at_url = _memo_of_url(section, cache, tokenizer)
-    if at_url is not None and (name := at_url.recall()) and is_intact(cache / name):
-        if shared is not None and not shared.has(name):
-            shared.publish(name, cache / name)
-        return _used(section, tokenizer, open_prepared(cache / name))
+    if at_url is not None and (name := at_url.recall()) and (folder := _found(section, cache, name, shared)):
+        return _used(section, tokenizer, open_prepared(folder))
     if shared is None or at_url is None or at_url.state is None:
         return _prepare_files(section, cache, tokenizer, at_url, progress, shared)
     where, state = at_url.name, at_url.state
@@ -225,14 +240,79 @@ def prepare_source(section: DataSection, progress: Progress, shared: SharedCache
             prepared = _prepare_files(section, cache, tokenizer, at_url, progress, shared)
             shared.remember(where, state, prepared.folder.name)
             return prepared
-    _fetch(found, cache, progress, shared)
+    folder = _fetch(found, section, cache, progress, shared)
     at_url.remember(found)
-    return _used(section, tokenizer, open_prepared(cache / found))
+    return _used(section, tokenizer, open_prepared(folder))
 
 
-def _fetch(name: str, cache: Path, progress: Progress, shared: SharedCache) -> None:
+def _prepared_folder(section: DataSection, progress: Progress) -> Path:
+    """Return the folder that ``data.path`` names. If it is in a bucket, its files are downloaded, but with
+    ``data.fetch=ranges`` only the small ones."""
+    url = str(getattr(section, "path", ""))
+    if section.fetch == "whole" or not is_bucket_url(url):
+        return expanded(local_path(url, "data.path"))
+    listed = bucket_files(url, "data.path")
+    name = hashlib.sha256(f"{listed.url} {listed.state}".encode()).hexdigest()[:32]
+    folder = _ranges(cache_folder(section)) / name
+
+    def write(partial: Path) -> None:
+        small = [file for file in listed.files if "/" not in file and not is_large(file)]
+        copies = listed.fetch(small)
+        for file in small:
+            shutil.copyfile(copies / file, partial / file)
+        large = {
+            file: StoredObject(file, *entry) for file, entry in listed.files.items() if is_large(file) and entry[0]
+        }
+        write_objects(partial, listed.url, large)
+        read_in_ranges(partial, section.fetch_limit_bytes)
+
+    make_folder(folder, write, lambda: is_intact(folder), progress)
+    use_limit(folder, section.fetch_limit_bytes)
+    return folder
+
+
+def _ranges(cache: Path) -> Path:
+    """Return the folder of prepared data whose tokens are read in ranges."""
+    return cache / "ranges"
+
+
+def _place_of(section: DataSection, cache: Path, name: str) -> Path:
+    """Return the folder for the data ``name`` if its tokens are in a bucket."""
+    return (_ranges(cache) if section.fetch == "ranges" else cache) / name
+
+
+def _found(section: DataSection, cache: Path, name: str, shared: SharedCache | None) -> Path | None:
+    """Return the intact folder of the data ``name`` on this node; None if there is none. If the shared cache lacks the
+    data, it is uploaded."""
+    folder = next((place for place in (cache / name, _place_of(section, cache, name)) if is_intact(place)), None)
+    if folder is None:
+        return None
+    if shared is not None and not shared.has(name):
+        if is_ranged(folder) and section.name != "tokens":
+            return None  # the bucket had the only copy
+        shared.publish(name, folder)
+    if is_ranged(folder):
+        use_limit(folder, section.fetch_limit_bytes)
+    return folder
+
+
+def _fetch(name: str, section: DataSection, cache: Path, progress: Progress, shared: SharedCache) -> Path:
+    """Download the data ``name`` from the shared cache. Return its folder."""
     progress.say(f"downloading prepared data {name}")
-    make_folder(cache / name, lambda partial: shared.fetch(name, partial), lambda: is_intact(cache / name), progress)
+    in_ranges = section.fetch == "ranges"
+    folder = cache / name if is_intact(cache / name) else _place_of(section, cache, name)
+
+    def write(partial: Path) -> None:
+        shared.fetch(name, partial, in_ranges=in_ranges)
+        if section.name == "tokens":
+            place_files(partial, section)
+        elif in_ranges:
+            read_in_ranges(partial, section.fetch_limit_bytes)
+
+    make_folder(folder, write, lambda: is_intact(folder), progress)
+    if is_ranged(folder):
+        use_limit(folder, section.fetch_limit_bytes)
+    return folder
 
 
 def _prepare_files(
@@ -245,10 +325,8 @@ def _prepare_files(
     joins = _joins_pieces(section, tokenizer, source)
     identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
     memo = _Memo(cache, identity, source.state())
-    if (name := memo.recall()) and is_intact(cache / name):
-        if shared is not None and not shared.has(name):
-            shared.publish(name, cache / name)
-        return _used(section, tokenizer, open_prepared(cache / name))
+    if (name := memo.recall()) and (folder := _found(section, cache, name, shared)):
+        return _used(section, tokenizer, open_prepared(folder))
     content = source.fingerprint(progress.phase("reading"))
     name = key = _key(settings, content)
     earlier = cache / key if joins and is_intact(cache / key) else None
@@ -272,16 +350,17 @@ def _prepare_files(
 
     with contextlib.ExitStack() as stack:
         found = shared and stack.enter_context(shared.claimed(name, lambda: name if shared.has(name) else None))
+        folder = _place_of(section, cache, name) if isinstance(source, FlatFiles) else cache / name
         if shared is not None and found:
-            _fetch(name, cache, progress, shared)
+            folder = _fetch(name, section, cache, progress, shared)
         else:
-            make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
+            make_folder(folder, write, lambda: is_intact(folder), progress)
             if shared is not None:
-                shared.publish(name, cache / name)
+                shared.publish(name, folder)
     for remembered in (memo, at_url):
         if remembered is not None:
             remembered.remember(name)
-    prepared = open_prepared(cache / name)
+    prepared = open_prepared(folder)
     if earlier is not None and prepared.key != key:
         progress.say(
             f"documents above 1 MiB have other tokens than in {earlier}, where they were split into pieces before they "

@@ -22,6 +22,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from serried.configs.plain_data import parse_json
+from serried.recipes.data.prepared.ranged_objects import (
+    OBJECTS,
+    StoredObject,
+    is_large,
+    is_written_here,
+    read_objects,
+    write_objects,
+)
 from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import SPLITS
 from serried.records.bucket_files import ObjectCopy, download_objects, send_file
@@ -32,7 +40,9 @@ PATIENCE_SECONDS = 45.0
 """Time without an update of the claim after which another process takes over."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 _KINDS = ("bin", "starts", "supervised", "weights", "places", "crc32")
-_FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-([0-9]{{5,}})\.(?:{'|'.join(_KINDS)})|tokenizer\.json")
+_FILE = re.compile(
+    rf"(?:{'|'.join(SPLITS)})-([0-9]{{5,}})\.(?:{'|'.join(_KINDS)})|tokenizer\.json|{re.escape(OBJECTS)}"
+)
 _DONE = re.compile(r"done-([0-9]{5,})\.json")
 _SUMMARY = "summary.json"
 _LONGEST_WAIT_SECONDS = 10.0
@@ -68,10 +78,16 @@ class SharedCache:
         """Return whether the data ``key`` is complete."""
         return self._store.stat(f"{key}/{_SUMMARY}") is not None
 
-    def fetch(self, key: str, folder: Path) -> None:
-        """Download the complete data ``key`` into ``folder``, its summary last."""
+    def fetch(self, key: str, folder: Path, *, in_ranges: bool = False) -> None:
+        """Download the complete data ``key`` into ``folder``, its summary last. ``in_ranges``: record the objects that
+        have the tokens instead of downloading them."""
         objects = self._objects(key)
-        self._download(folder, [entry for name, entry in objects.items() if _FILE.fullmatch(name)])
+        files = [entry for name, entry in objects.items() if _FILE.fullmatch(name)]
+        large = {} if not in_ranges else {name: entry for name, entry in objects.items() if is_large(name)}
+        self._download(folder, [entry for entry in files if entry not in large.values()])
+        if large:
+            tokens = {name: StoredObject(name, entry.size_bytes, entry.tag) for name, entry in large.items()}
+            write_objects(folder, self._store.where(key), tokens)
         self._download(folder, [objects[_SUMMARY]])
 
     def fetch_finished_jobs(self, key: str, folder: Path) -> None:
@@ -118,7 +134,10 @@ class SharedCache:
     def publish(self, key: str, folder: Path) -> None:
         """Upload the files of the complete data ``key`` in ``folder`` that the bucket lacks."""
         objects = self._objects(key)
+        elsewhere = read_objects(folder)[1]
         for file in sorted(folder.iterdir()):
+            if file.name in elsewhere or is_written_here(file.name):
+                continue
             there = objects.get(file.name)
             is_there = there is not None and there.size_bytes == file.stat().st_size and file.suffix != ".json"
             if file.name != _SUMMARY and not is_there:

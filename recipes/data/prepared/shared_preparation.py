@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from serried.configs.bucket_paths import answer_here, downloads, with_urls
-from serried.configs.errors import UserError
+from serried.configs.bucket_urls import is_bucket_url
+from serried.configs.errors import TrainingStopped, UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import cache_folder, prepare_source
 from serried.recipes.data.prepared.shared_cache import SharedCache
@@ -20,15 +21,18 @@ from serried.records.store import StoreError
 
 def _prepare(request: dict[str, Any]) -> str:
     section = data_section(**request["section"])
-    assert section.cache_dir is not None
     show = (lambda text: write_line({"show": text})) if request["shows"] else None
     with Progress(show, request["threads"] or usable_cores()) as progress:
-        shared = SharedCache(section.cache_dir, progress, request["patience_seconds"])
+        shared = None
+        if is_bucket_url(section.cache_dir):
+            shared = SharedCache(str(section.cache_dir), progress, request["patience_seconds"])
         try:
             with downloads(cache_folder(section), progress.say):
                 return str(prepare_source(section, progress, shared).folder)
         except StoreError as error:
             raise UserError(f"data.cache_dir={section.cache_dir}: {error}") from None
+        except TrainingStopped as error:  # the data is read before training begins
+            raise UserError(error) from None
 
 
 def main() -> int:

@@ -1,17 +1,28 @@
 """Token files of other tools: raw integers (nanoGPT, Megatron exports), llm.c, and ``.npy``."""
 
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from serried.configs.bucket_paths import BucketFiles, bucket_files
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
+from serried.recipes.data.prepared.ranged_objects import (
+    StoredObject,
+    StoredObjects,
+    read_in_ranges,
+    read_objects,
+    write_objects,
+)
 from serried.recipes.data.prepared.token_shards import Shard
 from serried.recipes.data.prepared.tokenize import Counts, TokenCounts
-from serried.recipes.data.readers.find_files import find_files
+from serried.recipes.data.readers.find_files import find_files, list_bucket
 from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import SPLITS, Source, Unit
 from serried.recipes.data.readers.source_files import SourceFile, files_state, stamp_of, unchanged, unreadable
@@ -24,8 +35,11 @@ _LLM_C = {20240520: "uint16", 20240801: "uint32"}
 the tokens."""
 
 _LLM_C_HEADER_BYTES = 1024
+_SUFFIXES = (".bin", ".npy")
 _NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _BLOCK_TOKENS = 1 << 22
+_HEADER_BYTES = 1 << 16
+"""Maximum size of the header of a file."""
 
 
 class _Scanned(NamedTuple):
@@ -52,14 +66,20 @@ class FlatFiles(Source):
         tokenizer = named_tokenizer(section)
         assert tokenizer is not None
         self._section, self._tokenizer = section, tokenizer
-        self._files = find_files(section.path, (".bin", ".npy"))
+        self._listed: BucketFiles | None = None
+        """Files that are read in ranges; None if the files are on this node."""
+        if is_bucket_url(section.path) and section.fetch == "ranges":
+            self._listed, names = list_bucket(section.path, _SUFFIXES)
+            self._files = [SourceFile(name, Path(name), f"{self._listed.url}/{name}") for name in names]
+        else:
+            self._files = find_files(section.path, _SUFFIXES)
         self._scanned: list[_Scanned] = []
 
     def identity(self) -> list[str]:
         return [self._section.path, self._section.token_dtype]
 
     def state(self) -> str | None:
-        return files_state(self._files)
+        return files_state(self._files) if self._listed is None else None
 
     def units(self) -> list[Unit]:
         return []  # there is nothing to tokenize
@@ -67,7 +87,7 @@ class FlatFiles(Source):
     def fingerprint(self, progress: Progress) -> bytes:
         """Read all files once: hash them, find end tokens, and check that the tokenizer has every id. Raises
         ``UserError`` if a file is damaged, or contains an id that the tokenizer does not have."""
-        progress.total_bytes = sum(stamp_of(file.path)[1] for file in self._files)
+        progress.total_bytes = sum(self._size_bytes(file) for file in self._files)
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
         for found in self._scanned:  # paths are included, since the tokens are used in place
@@ -78,6 +98,7 @@ class FlatFiles(Source):
     def write(self, folder: Path) -> tuple[Counts, dict[str, list[Shard]]]:
         """Write the start positions of documents into ``folder``. Return counts, and the shards of each split."""
         counts, shards = Counts(), dict[str, list[Shard]]()
+        places = self._places(folder)
         for split, pieces in _split(self._scanned, self._section.validation_fraction).items():
             shards[split] = []
             for number, (found, start, stop) in enumerate(pieces):
@@ -87,29 +108,75 @@ class FlatFiles(Source):
                 write_atomically(path, (starts - start).astype("<i8").tobytes())
                 offset = found.offset_bytes + start * np.dtype(found.dtype).itemsize
                 shards[split].append(
-                    Shard(found.file.path.absolute(), found.dtype, stop - start, path, offset_bytes=offset)
+                    Shard(places[found.file.name], found.dtype, stop - start, path, offset_bytes=offset)
                 )
         return counts, shards
 
+    def _places(self, folder: Path) -> dict[str, Path]:
+        """Return the path of each file by name: in place, or for files in a bucket, whose place differs between nodes,
+        in ``folder``."""
+        if not is_bucket_url(self._section.path):
+            return {file.name: file.path.absolute() for file in self._files}
+        listed, names = list_bucket(self._section.path, _SUFFIXES)
+        objects = {
+            f"tokens-{number:05d}.bin": StoredObject(name, *listed.files[name]) for number, name in enumerate(names)
+        }
+        write_objects(folder, listed.url, objects)
+        place_files(folder, self._section)
+        return {entry.key: folder / name for name, entry in objects.items()}
+
+    def _size_bytes(self, file: SourceFile) -> int:
+        return stamp_of(file.path)[1] if self._listed is None else self._listed.files[file.name][0]
+
     def _scan(self, file: SourceFile, progress: Progress) -> _Scanned:
+        if self._listed is not None:
+            return self._scan_object(file, self._listed, progress)
         stamp = stamp_of(file.path)
         try:
-            dtype, offset, tokens = self._layout(file.path, stamp[1])
-            sha256, ends = hashlib.sha256(), [np.array([-1], np.int64)]
+            dtype, offset, tokens = self._layout(file.path, stamp[1], str(file.path))
             numbers = np.memmap(file.path, np.dtype(dtype), mode="r", offset=offset, shape=(tokens,))
         except OSError as error:
             raise unreadable(file.path, error) from error
         with unchanged(file.path, stamp):
-            for start in range(0, tokens, _BLOCK_TOKENS):
-                block = np.asarray(numbers[start : start + _BLOCK_TOKENS])
-                sha256.update(block.data)
-                ends.append(np.flatnonzero(block == self._tokenizer.end_id) + start)
-                self._check(block, file.path, start)
-                progress.done(block.nbytes)
+            return self._scan_numbers(
+                file, (dtype, offset, tokens), lambda start, stop: np.asarray(numbers[start:stop]), progress
+            )
+
+    def _scan_object(self, file: SourceFile, listed: BucketFiles, progress: Progress) -> _Scanned:
+        """Scan an object without storing it."""
+        entry, objects = StoredObject(file.name, *listed.files[file.name]), StoredObjects(listed.url)
+
+        def content(start: int, stop: int) -> np.ndarray:
+            found = np.empty(stop - start, np.uint8)
+            objects.read_into(entry, start, found)
+            return found
+
+        with TemporaryDirectory(prefix="serried-") as folder:
+            copy = Path(folder) / Path(file.name).name
+            copy.write_bytes(content(0, min(_HEADER_BYTES, entry.size_bytes)).tobytes())
+            os.truncate(copy, entry.size_bytes)
+            dtype, offset, tokens = self._layout(copy, entry.size_bytes, file.url)
+        size = np.dtype(dtype).itemsize
+        return self._scan_numbers(
+            file, (dtype, offset, tokens),
+            lambda start, stop: content(offset + start * size, offset + stop * size).view(dtype), progress,
+        )  # fmt: skip
+
+    def _scan_numbers(
+        self, file: SourceFile, layout: tuple[str, int, int], read: Callable[[int, int], np.ndarray], progress: Progress
+    ) -> _Scanned:
+        dtype, offset, tokens = layout
+        sha256, ends = hashlib.sha256(), [np.array([-1], np.int64)]
+        for start in range(0, tokens, _BLOCK_TOKENS):
+            block = read(start, min(start + _BLOCK_TOKENS, tokens))
+            sha256.update(block.data)
+            ends.append(np.flatnonzero(block == self._tokenizer.end_id) + start)
+            self._check(block, file.url or str(file.path), start)
+            progress.done(block.nbytes)
         starts = np.concatenate(ends) + 1
         return _Scanned(file, dtype, offset, tokens, starts[starts < tokens], sha256.digest())
 
-    def _check(self, block: np.ndarray, path: Path, start: int) -> None:
+    def _check(self, block: np.ndarray, path: str, start: int) -> None:
         wrong = np.flatnonzero((block >= self._tokenizer.vocab_size) | (block < 0))
         if len(wrong):
             raise UserError(
@@ -119,12 +186,13 @@ class FlatFiles(Source):
                 f"data.token_dtype={self._section.token_dtype})"
             )
 
-    def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
-        """Return the dtype of the tokens, their offset in the file in bytes, and their count."""
+    def _layout(self, path: Path, size_bytes: int, named: str) -> tuple[str, int, int]:
+        """Return the dtype of the tokens, their offset in the file in bytes, and their count. ``named``: name of the
+        file in messages."""
         dtype: str = self._section.token_dtype
         offset = 0
         if path.suffix.lower() == ".npy":
-            return _npy_layout(path)
+            return _npy_layout(path, named)
         with path.open("rb") as stream:
             header = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
         if int(header[0]) in _LLM_C and size_bytes >= _LLM_C_HEADER_BYTES:
@@ -132,24 +200,37 @@ class FlatFiles(Source):
             promised = offset + int(header[2]) * np.dtype(dtype).itemsize
             if promised != size_bytes:
                 raise UserError(
-                    f"{path} is truncated or damaged: its header says {int(header[2]):,} tokens ({promised:,} bytes), "
+                    f"{named} is truncated or damaged: its header says {int(header[2]):,} tokens ({promised:,} bytes), "
                     f"but the file has {size_bytes:,} bytes; create it again, or exclude it with data.path=..."
                 )
         tokens, rest = divmod(size_bytes - offset, np.dtype(dtype).itemsize)
         if rest or not tokens:
             what = "is empty" if not tokens else f"has {size_bytes:,} bytes, not a multiple of the size of {dtype}"
-            raise UserError(f"{path} {what}; create it again, or set its dtype: data.token_dtype=uint16|uint32|uint8")
+            raise UserError(f"{named} {what}; create it again, or set its dtype: data.token_dtype=uint16|uint32|uint8")
         return dtype, offset, tokens
 
 
-def _npy_layout(path: Path) -> tuple[str, int, int]:
+def place_files(folder: Path, section: Any) -> None:
+    """Put the token files that ``folder`` names into it: links to copies on this node, or sparse files to read in
+    ranges. The files are in the bucket at ``data.path``."""
+    if section.fetch == "ranges":
+        read_in_ranges(folder, section.fetch_limit_bytes)
+        return
+    _, objects = read_objects(folder)
+    copies = bucket_files(section.path, "data.path").fetch([entry.key for entry in objects.values()])
+    for name, entry in objects.items():
+        (folder / name).unlink(missing_ok=True)  # an interrupted preparation left it
+        (folder / name).symlink_to((copies / entry.key).absolute())
+
+
+def _npy_layout(path: Path, named: str) -> tuple[str, int, int]:
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # refuses pickled Python objects
     except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is not a complete .npy file: {error}; create it again") from error
+        raise UserError(f"{named} is not a complete .npy file: {error}; create it again") from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
         raise UserError(
-            f"{path} has an array of dtype {array.dtype.name} and shape {list(array.shape)}, not a list of tokens; "
+            f"{named} has an array of dtype {array.dtype.name} and shape {list(array.shape)}, not a list of tokens; "
             "save a one-dimensional array of uint16 or uint32"
         )
     return array.dtype.name, int(array.offset), len(array)

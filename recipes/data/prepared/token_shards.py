@@ -24,6 +24,7 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import open_regular
+from serried.recipes.data.prepared.ranged_objects import RangedFiles, is_ranged
 from serried.recipes.data.readers.source import Place
 from serried.recipes.data.tokenizers.encode_rows import Encoded
 from serried.records.files import replacing
@@ -89,11 +90,17 @@ class TokenStream:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         """Map the files. Raises ``ValueError`` or ``OSError`` if a file is missing or too short."""
-        self._tokens = [_Numbers(shard.tokens, shard.dtype, shard.offset_bytes, shard.count) for shard in shards]
-        self._supervised = [_Numbers(shard.supervised, "u1", 0, shard.count) for shard in shards if shard.supervised]
-        self._starts = [_Numbers(shard.starts, "<i8", 0, None) for shard in shards]
+        folders = {shard.tokens.parent for shard in shards}
+        ranged = {folder: RangedFiles(folder) for folder in folders if is_ranged(folder)}
+
+        def numbers(path: Path, dtype: str, offset_bytes: int, count: int | None) -> _Numbers:
+            return _Numbers(path, dtype, offset_bytes, count, ranged.get(path.parent))
+
+        self._tokens = [numbers(shard.tokens, shard.dtype, shard.offset_bytes, shard.count) for shard in shards]
+        self._supervised = [numbers(shard.supervised, "u1", 0, shard.count) for shard in shards if shard.supervised]
+        self._starts = [numbers(shard.starts, "<i8", 0, None) for shard in shards]
         self._weights = [
-            None if shard.weights is None else _Numbers(shard.weights, "<f4", 0, shard.count) for shard in shards
+            None if shard.weights is None else numbers(shard.weights, "<f4", 0, shard.count) for shard in shards
         ]
         supervised = iter(self._supervised)
         for shard, tokens, starts, weights in zip(shards, self._tokens, self._starts, self._weights, strict=True):
@@ -161,10 +168,14 @@ class TokenStream:
 
 
 class _Numbers:
-    """A memory-mapped file of numbers. May be read by any number of threads."""
+    """A memory-mapped file of numbers, or one that is read in ranges. May be read by any number of threads."""
 
-    def __init__(self, path: Path, dtype: str, offset_bytes: int, count: int | None) -> None:
+    def __init__(
+        self, path: Path, dtype: str, offset_bytes: int, count: int | None, ranged: RangedFiles | None = None
+    ) -> None:
         self._path, self._numbers = path, _mapped(path, dtype, offset_bytes, count)
+        self._offset_bytes = offset_bytes
+        self._ranged = ranged if ranged is not None and path.name in ranged else None
         self.checksums: np.ndarray | None = None
         """Checksum of each block of the file; None if it has none."""
         self._is_intact = np.zeros(self.blocks, bool)
@@ -179,9 +190,34 @@ class _Numbers:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the numbers from ``start`` up to ``stop``. Raises ``UserError`` if they have changed on the disk."""
+        if self._ranged is not None:
+            return self._read_range(self._ranged, start, stop)
         if self.checksums is not None:
             self._compare(start, stop)
         return self._numbers[start:stop]
+
+    def _read_range(self, ranged: RangedFiles, start: int, stop: int) -> np.ndarray:
+        size = self._numbers.itemsize
+        begin, end = start * size, stop * size
+        if stop <= start:
+            return self._numbers[start:start]
+        if self.checksums is not None:  # whole blocks
+            begin = begin // _BLOCK_BYTES * _BLOCK_BYTES
+            end = min(-(-end // _BLOCK_BYTES) * _BLOCK_BYTES, self._numbers.nbytes)
+        for again in (False, True):  # what is wrong may have been damaged in transit
+            content = ranged.read(self._path.name, self._offset_bytes + begin, self._offset_bytes + end, again=again)
+            if not self._is_wrong(content, begin // _BLOCK_BYTES):
+                return content[start * size - begin : stop * size - begin].view(self._numbers.dtype)
+        raise UserError(
+            f"{ranged.where(self._path.name)} is damaged: it does not match its checksum; prepare the data again"
+        )
+
+    def _is_wrong(self, content: np.ndarray, first_block: int) -> bool:
+        """Return whether a block of ``content`` does not match its checksum."""
+        return self.checksums is not None and any(
+            zlib.crc32(content[at : at + _BLOCK_BYTES].data) != self.checksums[first_block + number]
+            for number, at in enumerate(range(0, len(content), _BLOCK_BYTES))
+        )
 
     def between(self, low: int, high: int) -> np.ndarray:
         """Return the numbers in the interval [``low``, ``high``). The file must be sorted in ascending order. Raises

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from serried.configs.bucket_paths import bucket_files
+from serried.configs.bucket_paths import BucketFiles, bucket_files
 from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.recipes.data.readers.source_files import SourceFile, assignment, kind_of
@@ -61,12 +61,19 @@ def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list
 
 
 def _find_in_bucket(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
+    found, chosen = list_bucket(typed, suffixes)
+    folder = found.fetch(chosen)
+    return [SourceFile(name, folder / name, f"{found.url}/{name}") for name in chosen]
+
+
+def list_bucket(typed: str, suffixes: Collection[str]) -> tuple[BucketFiles, list[str]]:
+    """Return the listing of the URL ``typed``, and the names in it that ``find_files`` would return. Nothing is
+    downloaded."""
     found = bucket_files(typed, "data.path")
     chosen = [name for name in found.files if not found.is_folder or kind_of(name) in suffixes]
     if not chosen:
         raise _none_of(typed, typed, list(found.files), suffixes)
-    folder = found.fetch(chosen)
-    return [SourceFile(name, folder / name, f"{found.url}/{name}") for name in chosen]
+    return found, chosen
 
 
 def _none_of(typed: str, folder: str, found: Sequence[str], suffixes: Collection[str]) -> UserError:

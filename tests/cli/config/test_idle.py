@@ -110,6 +110,7 @@ SITUATIONS = {
     "data.columns.prompt=a": "data=text data.path=x",
     "data.sources.a.columns.prompt=a": "data=mixture data.sources.a.name=text data.sources.a.path=x "
     "data.sources.b.name=stdlib",
+    "data.fetch_limit=1GB": "data=text data.path=x data.cache_dir=s3://b/x",
     "data.isolate_documents=true": "data=text data.path=x data.packing=none",
     "data.sources.a.weight=2": "data=mixture data.sources.a.name=stdlib",
     "data.weigh_by=tokens": "data=mixture data.sources.a.name=stdlib",
@@ -120,8 +121,8 @@ REFUSED = {
     "adapter.modules", "adapter.modules_to_save", "adapter.trainable_token_indices", "adapter.merge",
     "checkpoint.weights_only", "parallel.offload",
     "trainer.activation_memory_budget", "trainer.evaluate", "task.margin", "trainer.compile_mode",
-    "trainer.sample_tokens", "data.vocab_size", "data.add_tokens", "data.add_special_tokens", "data.chat_template",
-    "slurm.dry_run", "kubernetes.dry_run", "skypilot.dry_run",
+    "trainer.sample_tokens", "data.vocab_size", "data.fetch", "data.add_tokens", "data.add_special_tokens",
+    "data.chat_template", "slurm.dry_run", "kubernetes.dry_run", "skypilot.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 

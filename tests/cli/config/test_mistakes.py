@@ -157,6 +157,10 @@ MISTAKES = [
         "idle column", "data=tokens|data.path=x|data.tokenizer=bytes|data.text_column=body", "is a key of data=text, hf"
     ),
     _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
+    _mistake("ranges", "data.fetch=ranges", "add data.cache_dir=s3://BUCKET/PATH, or use data=tokens data.path=s3://"),
+    _mistake(
+        "limit", "data.fetch_limit=5", "data.fetch_limit=5 is not a size in MB, GB or TB", "data.fetch_limit=50GB"
+    ),
     _mistake("sweep", "-m|trainer.seed=1", "but no key has several", stage="parse"),
     _mistake("several values", "trainer.seed=1,2", "has several values: give one, or sweep", "train.py -m"),
     # form

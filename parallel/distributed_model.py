@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +12,18 @@ from torch import Tensor, nn
 from serried.parallel.axes.context import head_tail
 from serried.parallel.axes.expert import Loads
 from serried.parallel.layout.local_shards import HeldTensor, evaluating, held_parameters, local
-from serried.parallel.layout.mesh import MODEL_AXES, Layout
+from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import ShardSpec
 from serried.parallel.loss_checks import LOSS_ALONE, agreed_shapes, check_names
-from serried.parallel.next_token_logits import last_logits
-from serried.parallel.plan import LossTerms, Objective
+from serried.parallel.plan import Decoding, LossTerms, Objective
 from serried.parallel.precision.float8_all_gather import Float8Gather
 from serried.parallel.runner import Direct, Runner
 from serried.parallel.step_phases import OPTIMIZER, Phases
 from serried.parallel.sum_table import Number, Shapes, SumTable
 from serried.parallel.sync.buffers import Buffers
 from serried.parallel.sync.gradient_norm import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
+from serried.parallel.token_generation import generate
 
 _TRAINING, _EVALUATION, _MEAN = "training", "evaluation", "mean"
 
@@ -115,15 +114,13 @@ class DistributedModel:
 
     @property
     def model(self) -> Any:
-        """A callable to use instead of the module's forward, valid until the weights change.
+        """A callable to use instead of the module's forward, valid until the weights change; not for a pipeline.
 
         With several ranks this is a collective: all ranks must get it and call it together.
         """
         self._set_scales()
         if not self.layout.is_sharded:
             return self.module
-        if self.layout.size(MODEL_AXES) > 1:
-            return partial(last_logits, self.runner, self.groups, self.place)
         assert isinstance(self.runner, Direct)
         return self.runner.model
 
@@ -228,6 +225,12 @@ class DistributedModel:
             for batch in batches:
                 self.runner.predict(self._of_this_rank(batch, objective), objective)
         self.reshard()
+
+    def generate(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], how: Decoding) -> list[list[int]]:
+        """Return the tokens that follow each of ``prompts``; see ``token_generation.generate``. This is a collective
+        call."""
+        self._set_scales()
+        return generate(self, prompts, limits, how)
 
     def sum_squares(self) -> Tensor:
         """Return the sum of squares of the full reduced gradient (``.grad``).

@@ -1,9 +1,9 @@
-"""Types returned by a task: the sums of its loss, and how its model may be sharded.
+"""Types returned by a task: the sums of its loss, how its model may be sharded, and how it continues a text.
 
 They do not depend on ranks or devices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -83,6 +83,22 @@ class Inputs(NamedTuple):
     """Tensor that passes through the blocks in sequence. The model's input is the token ids [samples, tokens]."""
     named: Mapping[str, Any] = MappingProxyType({})
     """Further arguments that any module may read, such as positions or targets."""
+
+
+class Decoding(NamedTuple):
+    """How a model continues prompts, token by token."""
+
+    choose: Callable[[Tensor, Sequence[int]], Tensor]
+    """Maps logits [B, V], fp32, and the indices of their prompts to the next tokens, int64 [B]."""
+    goes_on: Callable[[int, int], bool]
+    """Receives the index of a prompt and its next token, on the ranks that compute it. Returns whether to continue."""
+    new_cache: Callable[[Sequence[int], int], Any]
+    """Returns an empty cache, given the padding at the beginning of each sequence and the largest length, or None if
+    the model has none. With a cache, the model returns the logits of the last token, [B, 1, V]."""
+    rows: int = 1
+    """Largest number of prompts that a rank continues together."""
+    batches: Callable[[Iterable[int]], Iterable[int]] = iter
+    """Yields the batches to compute. It may end early, after the same batch on all ranks."""
 
 
 class Objective(Protocol):

@@ -70,7 +70,8 @@ _COMMANDS = {
     "report": _Command("run_reports", "RUN [RUN ...] [out=FILE]"),
     "send": _Command("run_reports", "RUN"),
     "generate": _Command(
-        "generate_text", "RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]"
+        "generate_text",
+        "RUN [prompt=TEXT|prompts=FILE] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
     ),
     "chat": _Command("generate_text", "RUN [tokens=1000] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]"),
     "evaluate": _Command(

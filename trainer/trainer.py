@@ -188,8 +188,8 @@ class Trainer:
         if not trainer.sample_tokens or not is_finished or not isinstance(task, TextTask):
             return None
         parallel = self.state.parallel
-        with self.state.evaluated(), parallel.autocast():
-            return task.sample(parallel.model, trainer.sample_tokens, trainer.seed, self.context.session.device)
+        with self.state.evaluated():
+            return task.sample(parallel, trainer.sample_tokens, trainer.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain data of a checkpoint of the last completed step: facts of the run, and component states.

@@ -6,7 +6,8 @@ sequence is split into 2 x ranks chunks. Each rank has one chunk from the front 
 attend to more keys, so with contiguous shards the first rank would have far less to compute than the last.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ class _Part(Context):
     def __init__(self, whole: Context, group: dist.ProcessGroup) -> None:
         """``whole``: the context of the unsharded model, which provides the attention functions."""
         super().__init__(whole.attend_locally, whole.attend_with_logsumexp)
+        self.whole = whole
         self._group, self._parts, self._index = group, group.size(), group.rank()
 
     def whole_length(self, stream: Tensor) -> int:
@@ -217,6 +219,25 @@ def context_points(module: nn.Module, plan: ParallelPlan) -> list[Any]:
     """Return the modules of this rank's pipeline stages that have a ``Context``."""
     named = [child for name, child in module.named_modules() if any(matches(name, glob) for glob in plan.context)]
     return [child for child in named if isinstance(getattr(child, "context", None), Context)]
+
+
+@contextmanager
+def with_whole_sequences(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager in which each rank computes its own, whole sequences."""
+    parts = [
+        (module, part)
+        for root in modules
+        for module in root.modules()
+        if isinstance(part := getattr(module, "context", None), _Part)
+    ]
+    points: list[tuple[Any, _Part]] = [*parts]
+    for module, part in points:
+        module.context = part.whole
+    try:
+        yield
+    finally:
+        for module, part in points:
+            module.context = part
 
 
 CONTEXT = ContextAxis()

@@ -17,7 +17,8 @@ sharded along the sequence (https://arxiv.org/abs/2205.05198). A model declares 
   without a bias, which returns the full logits on every rank. Its weight is sharded by rows, tied or not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -81,6 +82,7 @@ class Tensors:
         rows = _rows_of_vocabularies(module, roles)
         self._slice_parameters(module, plan, layout, place)
         stream = _Stream(group, layout.sequence)
+        module.residual_stream = stream  # type: ignore[assignment]  # found by with_whole_stream
         # One function for all modules: torch.compile then makes one graph for all blocks.
         multiply = {role: _multiply_and_sum(stream, is_conv1d=role == "conv1d_row") for role in ("row", "conv1d_row")}
         for name, role in roles.items():
@@ -101,7 +103,7 @@ class Tensors:
             elif role == "norm":
                 each.width = DividedWidth(group)
             elif role == "head":
-                vocabulary = ShardedVocabulary(rows[name], layout, place, group)
+                vocabulary = ShardedVocabulary(rows[name], layout, place, group, stream)
                 if type(each).forward is nn.Linear.forward:
                     each.forward = partial(_whole_logits, each, vocabulary)
                 else:
@@ -122,31 +124,45 @@ class Tensors:
 TENSOR = Tensors()
 
 
+@contextmanager
+def with_whole_stream(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager in which the residual stream of ``modules`` is replicated, for sequences of any length."""
+    streams = [stream for root in modules if isinstance(stream := getattr(root, "residual_stream", None), _Stream)]
+    divided = [stream for stream in streams if stream.is_divided]
+    for stream in divided:
+        stream.is_divided = False
+    try:
+        yield
+    finally:
+        for stream in divided:
+            stream.is_divided = True
+
+
 class _Stream:
     """The residual stream [B, S, D], sharded along the sequence or replicated."""
 
     def __init__(self, group: ProcessGroup, is_divided: bool) -> None:
-        self._group, self._is_divided = group, is_divided
+        self._group, self.is_divided = group, is_divided
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the full stream, the input of a region."""
-        return collectives.gather(x, 1, self._group) if self._is_divided else collectives.copy(x, self._group)
+        return collectives.gather(x, 1, self._group) if self.is_divided else collectives.copy(x, self._group)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum the ranks' contributions to the stream."""
         self._check_length(x)
-        return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
+        return collectives.scatter_sum(x, 1, self._group) if self.is_divided else collectives.all_sum(x, self._group)
 
     def own_part(self, x: Tensor) -> Tensor:
         """Return this rank's shard of a replicated tensor [B, S, D] or [S, D]."""
-        if not self._is_divided:
+        if not self.is_divided:
             return x
         self._check_length(x)
         return x.chunk(dist.get_world_size(self._group), -2)[dist.get_rank(self._group)]
 
     def _check_length(self, x: Tensor) -> None:
         ranks, length = dist.get_world_size(self._group), x.shape[-2]
-        if self._is_divided and length % ranks:
+        if self.is_divided and length % ranks:
             raise UserError(
                 f"parallel.tensor={ranks} does not divide a sequence of {length} tokens, as parallel.sequence=true "
                 "requires; use parallel.sequence=false"
@@ -156,12 +172,15 @@ class _Stream:
 class ShardedVocabulary(Vocabulary):
     """A vocabulary sharded by rows. While a chunk of tokens is processed, each rank has the tokens of all ranks."""
 
-    def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup) -> None:
+    def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup, stream: "_Stream") -> None:
         self.first_row = _rows(size, layout, place)[0]
-        self._group = group
-        self._parts = layout.tensor if layout.sequence else 1
-        """Number of shards of the residual stream."""
+        self._group, self._stream = group, stream
         self._rows = [chunk(size, layout.tensor, rank)[1] for rank in range(layout.tensor)]
+
+    @property
+    def _parts(self) -> int:
+        """Number of shards of the residual stream."""
+        return len(self._rows) if self._stream.is_divided else 1
 
     def most_rows(self, rows: int) -> int:
         del rows
@@ -193,8 +212,7 @@ class ShardedVocabulary(Vocabulary):
         return both[:, 0].logsumexp(0), both[:, 1].sum(0)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        whole = _Stream(self._group, self._parts > 1).enter(hidden)
-        return collectives.join(linear(whole, weight), -1, self._rows, self._group)
+        return collectives.join(linear(self._stream.enter(hidden), weight), -1, self._rows, self._group)
 
 
 class DividedWidth(Width):

@@ -13,6 +13,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.models import ModelSection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import Inputs, ParallelPlan
+from serried.recipes.models.layers.kv_cache import Cache
 from serried.recipes.models.layers.lm_head import IGNORE
 
 Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
@@ -113,6 +114,19 @@ class ModelFamily:
             f"{type(self).__name__}.build() returns a model on the meta device, so initial_std({name!r}) must be "
             "defined"
         )
+
+    def new_cache(self, padding: Sequence[int], capacity: int) -> Any:
+        """Return an empty cache for text generation, the argument ``cache`` of the model's forward; None to recompute
+        all tokens for each new one.
+
+        With a cache, the forward must follow ``Cache.positions`` and ``Cache.mask``, and return the logits of the last
+        token, [B, 1, V].
+
+        Args:
+            padding: number of padding tokens at the beginning of each sequence of a batch.
+            capacity: largest number of tokens of a sequence, including padding.
+        """
+        return None if self.cached_layers is None else Cache(self.cached_layers, capacity, padding)
 
     def describe(self) -> str:
         """Return a description of the model's sizes, for the plan."""

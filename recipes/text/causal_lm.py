@@ -3,7 +3,7 @@
 import functools
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models, takes
 from serried.configs.schema.sections import RunConfig, TrainerSection
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
+from serried.parallel.plan import Decoding, Inputs, LossTerms, ParallelPlan
 from serried.recipes.data.chat.conversations import ask, chat_template
 from serried.recipes.data.samples.text_bytes import TextBytes
 from serried.recipes.data.samples.token_dataset import Batch, Sample, collate
@@ -37,7 +37,7 @@ from serried.recipes.models.layers.lm_head import (
     token_losses,
 )
 from serried.recipes.text.causal_lm_config import CausalLMSection
-from serried.recipes.text.generation import TextStream, chooser, continued, of_vocabulary, until_end, without_end
+from serried.recipes.text.generation import Reply, chooser, of_vocabulary
 from serried.recipes.text.model_files import NO_SETTINGS, Settings, end_ids, settings_in, special_ids, write_model_files
 from serried.recipes.text.text_data import TextData
 from serried.recipes.text.vocabulary import (
@@ -49,7 +49,7 @@ from serried.recipes.text.vocabulary import (
     notes_of_added_tokens,
 )
 from serried.records.safetensors_files import TensorFolder
-from serried.trainer.task import Piece, TextTask
+from serried.trainer.task import Prompt, Sampling, TextModel, TextTask, Written
 
 _TEMPERATURE = 0.8
 _OUTPUT_BIAS = ".o_proj.bias"
@@ -277,20 +277,14 @@ class CausalLM(TextTask):
         length = self._data.sequence_length
         return length * self._family().flops_per_token(parameters, length)
 
-    @torch.no_grad()
-    def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:
+    def sample(self, model: TextModel, tokens: int, seed: int) -> str:
         tokenizer = self._text.tokenizer
         prompt = self._beginning(tokenizer)
         fitting = min(tokens, self._model.max_sequence_length - len(prompt))
-        choose = without_end(tokenizer, chooser(temperature=_TEMPERATURE, top_p=1.0, seed=seed))
-        layers = self._cached_layers()
-        ids = continued(model, prompt, layers=layers, tokens=fitting, choose=choose, device=device)
-        return printable(tokenizer.decode(ids))
-
-    def _cached_layers(self) -> int | None:
-        """Return the number of layers of the KV cache for generation; None if the model supports no cache, or if a
-        sample is split over ranks."""
-        return self._family().cached_layers if self.sample_split.is_whole else None
+        choose = chooser(temperature=_TEMPERATURE, top_p=1.0, seed=seed)
+        choose = of_vocabulary(tokenizer, choose, never=[tokenizer.end_id])
+        how = Decoding(choose, lambda _number, _token: True, self._family().new_cache)
+        return printable(tokenizer.decode(model.generate([prompt], [fitting], how)[0]))
 
     def lengths(self) -> tuple[int, int]:
         return self._data.sequence_length, self._model.max_sequence_length
@@ -328,38 +322,58 @@ class CausalLM(TextTask):
             )
         return [*notes, note]
 
-    def prompt_ids(self, said: Sequence[str]) -> list[int]:
-        """Return the token ids of the prompt. Raises ``UserError`` if the tokenizer or the chat template cannot encode
-        ``said``."""
-        return self._asked(said)[0]
+    def prompt(self, said: Sequence[str]) -> Prompt:
+        """Encode ``said`` as a prompt, with the chat template if the data has one.
 
-    def _asked(self, said: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Encode ``said`` as a prompt, with the chat template if the data has one. Return its token ids, and the
-        tokens that end a reply."""
+        Raises:
+            UserError: The tokenizer or the chat template cannot encode ``said``.
+        """
         tokenizer = self._text.tokenizer
         if self._data.has_template:
             text = chat_template(self._data, tokenizer)[0]
-            return ask(text, tokenizer, said, self._data.chat_template_kwargs)
+            return Prompt(*ask(text, tokenizer, said, self._data.chat_template_kwargs))
         (prompt,) = said
         if not prompt:
-            return self._beginning(tokenizer), []
+            return Prompt(self._beginning(tokenizer))
         if self._data.is_chat:  # prompts of completion data may contain special tokens as text
-            return [*tokenizer.start_ids, *tokenizer.encode_marked(prompt)[0].tolist()], []
-        return [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], []
+            return Prompt([*tokenizer.start_ids, *tokenizer.encode_marked(prompt)[0].tolist()])
+        return Prompt([*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()])
 
     def write(
-        self, model: nn.Module, said: Sequence[str], *, tokens: int, temperature: float, top_p: float, seed: int,
-        device: torch.device,
-    ) -> Iterator[Piece]:  # fmt: skip
+        self, model: TextModel, prompts: Sequence[Prompt], sampling: Sampling, *, rows: int = 1,
+        show: Callable[[str], None] | None = None, batches: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> list[Written]:  # fmt: skip
         tokenizer = self._text.tokenizer
-        ids, end_of_turn = self._asked(said)
-        choose = of_vocabulary(tokenizer, chooser(temperature=temperature, top_p=top_p, seed=seed))
-        layers = self._cached_layers()
-        following = continued(model, ids, layers=layers, tokens=tokens, choose=choose, device=device)
-        stream = TextStream(tokenizer, ids)
-        for token in until_end(following, {tokenizer.end_id, *self._ends_of_saved()}, end_of_turn):
-            yield Piece(stream.add(token), 1)
-        yield Piece(stream.rest(), 0)
+        ends = {tokenizer.end_id, *self._ends_of_saved()}
+
+        def replies() -> list[Reply]:
+            return [
+                Reply(tokenizer, ids, end_ids=ends, end_of_turn=end_of_turn, stops=sampling.stops)
+                for ids, end_of_turn in prompts
+            ]
+
+        growing = replies()
+
+        def goes_on(number: int, token: int) -> bool:
+            text = growing[number].add(token)
+            if show is not None and text:
+                show(text)
+            return not growing[number].is_ended
+
+        choose = chooser(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
+        limits = [min(sampling.tokens, self._model.max_sequence_length - len(prompt.ids)) for prompt in prompts]
+        how = Decoding(of_vocabulary(tokenizer, choose), goes_on, self._family().new_cache, rows, batches)
+        made = model.generate([prompt.ids for prompt in prompts], limits, how)
+        written = []
+        for reply, tokens in zip(replies(), made, strict=True):
+            for token in tokens:
+                reply.add(token)
+            is_ended = reply.is_ended
+            rest = reply.finish()
+            if show is not None and rest:
+                show(rest)
+            written.append(Written(reply.text, reply.tokens, is_ended))
+        return written
 
     def open_saved(self, checkpoint: Path) -> None:
         self._saved = checkpoint

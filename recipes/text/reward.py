@@ -127,7 +127,7 @@ class Reward(PairTask):
             "AutoModelForSequenceClassification"
         )
 
-    sample = text_ids = prompt_ids = write = _no_text
+    sample = text_ids = prompt = write = _no_text
 
     # loss -----------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import io
 import json
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from serried.cli import main
 from serried.configs.errors import UserError
+from serried.parallel.distributed_model import DistributedModel
+from serried.parallel.plan import Decoding
 from serried.recipes.data.chat.conversations import CHATML, ask
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.models.families.llama import Llama, Transformer
 from serried.recipes.models.layers.kv_cache import Cache
-from serried.recipes.text.generation import TextStream, chooser, continued, until_end
+from serried.recipes.text.generation import Choose, Reply, TextStream, chooser
 from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here, tiny_overrides
+from tests.support.continuing import GREEDY, continued, on_one_process
 from tests.unit.models.test_model import LLAMA31_SCALING, build, section
-
-CPU = torch.device("cpu")
-GREEDY = chooser(temperature=0, top_p=1, seed=0)
 
 
 def prompt_of(length: int) -> list[int]:
@@ -63,7 +64,7 @@ def test_with_a_cache_without_and_in_transformers_the_tokens_are_the_same(
             for name, parameter in model.named_parameters():
                 parameter *= 3 if "proj" in name else 1
     prompt = prompt_of(9)
-    made = list(continued(model, prompt, layers=3, tokens=60, choose=GREEDY, device=CPU))
+    (made,) = continued(on_one_process(model), Llama(model.config, 131), [prompt], 60)
     assert len(set(made)) > 5, "a model that repeats itself would compare equal to much"
     assert made == without_cache(model, prompt, 60)
     asked = torch.tensor([prompt])
@@ -90,12 +91,15 @@ def test_cached_logits_are_the_same_for_pieces_of_any_size(pieces: list[int]) ->
 logits = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40).map(torch.tensor)
 
 
+def drawn_by(choose: Choose, logits: torch.Tensor, times: int) -> list[int]:
+    return choose(logits.expand(times, -1), range(times)).tolist()
+
+
 @given(logits, st.floats(0.01, 1.0), st.floats(0.1, 3.0), st.integers(0, 5))
 def test_only_tokens_of_the_nucleus_are_drawn(
     logits: torch.Tensor, top_p: float, temperature: float, seed: int
 ) -> None:
-    choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
-    drawn = {choose(logits) for _ in range(20)}
+    drawn = drawn_by(chooser(temperature=temperature, top_p=top_p, seed=seed), logits, 20)
     probabilities = (logits / temperature).softmax(-1)
     for token in drawn:  # the likelier ones alone do not come to top_p
         assert probabilities[probabilities > probabilities[token]].sum() < top_p + 1e-5
@@ -104,24 +108,37 @@ def test_only_tokens_of_the_nucleus_are_drawn(
 def test_tokens_are_sampled_with_their_probabilities() -> None:
     probabilities = torch.tensor([0.4, 0.05, 0.3, 0.15, 0.1])
     choose = chooser(temperature=1, top_p=0.8, seed=1)
-    counts = torch.bincount(torch.tensor([choose(probabilities.log()) for _ in range(8000)]), minlength=5) / 8000
+    drawn = torch.tensor([drawn_by(choose, probabilities.log(), 40) for _ in range(200)])
     expected = torch.tensor([0.4, 0, 0.3, 0.15, 0]) / 0.85
-    torch.testing.assert_close(counts, expected, rtol=0, atol=0.02)
-    assert counts[1] == counts[4] == 0
+    for of_prompt in (drawn.flatten(), drawn[:, :20].flatten()):
+        counts = torch.bincount(of_prompt, minlength=5) / of_prompt.numel()
+        torch.testing.assert_close(counts, expected, rtol=0, atol=0.02)
+        assert counts[1] == counts[4] == 0
+
+
+def test_random_numbers_of_a_prompt_do_not_depend_on_its_batch() -> None:
+    many = torch.randn(30, 50, generator=torch.Generator().manual_seed(1))
+    settings: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 3}
+    together, alone = chooser(**settings), chooser(**settings)
+    found = [together(logits.expand(3, -1), [4, 0, 9]).tolist() for logits in many]
+    assert [row[2] for row in found] == [int(alone(logits[None], [9])) for logits in many]
+    assert len({tuple(row[number] for row in found) for number in range(3)}) == 3
+    other = chooser(**settings | {"seed": 4})
+    assert [row[2] for row in found] != [int(other(logits[None], [9])) for logits in many]
 
 
 @given(logits)
 def test_temperature_at_or_near_0_chooses_the_likeliest_token(logits: torch.Tensor) -> None:
-    assert GREEDY(logits) == int(logits.argmax())
-    assert logits[chooser(temperature=1e-5, top_p=1, seed=1)(logits)] >= logits.max() - 0.01
+    assert drawn_by(GREEDY, logits, 1) == [int(logits.argmax())]
+    assert logits[drawn_by(chooser(temperature=1e-5, top_p=1, seed=1), logits, 1)[0]] >= logits.max() - 0.01
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("tiny", [1e-20, 1e-38, 1e-45, 1e-300, 5e-324])
 def test_tiny_temperature_or_top_p_chooses_the_likeliest_token(tiny: float, sign: int) -> None:
     logits = sign * torch.tensor([3.0, 5.0, 1.0])
-    assert chooser(temperature=tiny, top_p=1, seed=1)(logits) == int(logits.argmax())
-    assert chooser(temperature=1, top_p=tiny, seed=1)(logits) == int(logits.argmax())
+    assert drawn_by(chooser(temperature=tiny, top_p=1, seed=1), logits, 1) == [int(logits.argmax())]
+    assert drawn_by(chooser(temperature=1, top_p=tiny, seed=1), logits, 1) == [int(logits.argmax())]
 
 
 @given(logits, st.floats(0.05, 0.95))
@@ -129,21 +146,47 @@ def test_nucleus_equals_that_of_transformers(logits: torch.Tensor, top_p: float)
     from transformers import TopPLogitsWarper
 
     warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits[None].double())[0]
-    drawn = {chooser(temperature=1, top_p=top_p, seed=seed)(logits) for seed in range(10)}
+    drawn = drawn_by(chooser(temperature=1, top_p=top_p, seed=1), logits, 10)
     chances = logits.double().softmax(-1)
     # Of equals either may be in it, and of those that are equal but for the rounding of fp32.
-    assert float(chances[list(drawn)].min()) >= float(chances[warped.isfinite()].min()) - 1e-6
+    assert float(chances[drawn].min()) >= float(chances[warped.isfinite()].min()) - 1e-6
 
 
 # where it ends --------------------------------------------------------------------------------------------------------
 
 
+class Letters(BytesTokenizer):
+    """Token 0 is "a", and so on."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return super().decode([ord("a") + number for number in ids])
+
+
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 2), max_size=4))
 def test_text_ends_at_the_end_mark_or_the_end_of_a_turn(tokens: list[int], ending: list[int]) -> None:
     expected = tokens[: tokens.index(3)] if 3 in tokens else tokens
-    found = list(until_end(iter(tokens), {3, 7}, ending))
     ends = [at for at in range(len(expected)) if ending and expected[at : at + len(ending)] == ending]
-    assert found == (expected[: ends[0]] if ends else expected)
+    expected = expected[: ends[0]] if ends else expected
+    reply = Reply(Letters(), [], end_ids={3, 7}, end_of_turn=ending)
+    pieces = [reply.add(token) for token in tokens]
+    assert reply.is_ended == (3 in tokens or bool(ends))
+    pieces.append(reply.finish())
+    assert "".join(pieces) == reply.text == Letters().decode(expected)
+    assert reply.tokens == len(expected)
+
+
+@given(st.text("ab\N{GRINNING FACE}", max_size=20), st.lists(st.text("ab\N{GRINNING FACE}", max_size=3), max_size=3))
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+    reply = Reply(BytesTokenizer(), [], stops=stops)
+    for token in text.encode():
+        reply.add(token)
+    reply.finish()
+    stops = [stop for stop in stops if stop]
+    until = (text[:length] for length in range(len(text) + 1))
+    expected = next((start for start in until if any(stop in start for stop in stops)), text)
+    for stop in stops:
+        expected = expected.partition(stop)[0]
+    assert reply.text == expected
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +303,61 @@ def test_the_seed_decides_and_an_earlier_checkpoint_writes_something_else(
     assert len({text(), text("seed=2"), text("checkpoint=6"), text("temperature=3")}) == 4
 
 
+def test_each_prompt_of_a_file_gets_the_text_that_it_gets_alone(
+    run_dir: Path, tmp_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["sed ", "lorem ipsum dolor", "a", "né", "consectetur "]
+    (tmp_path / "a.txt").write_text("\n\n".join(prompts))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": prompt, "id": 3}) + "\n" for prompt in prompts))
+
+    def texts(*words: str) -> list[str]:
+        assert main(["generate", str(run_dir), "tokens=30", *words]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["prompt"] for row in rows] == prompts
+        return [row["text"] for row in rows]
+
+    found = texts(f"prompts={tmp_path / 'a.txt'}")
+    assert texts(f"prompts={tmp_path / 'a.jsonl'}", "rows=2") == found
+    assert len({*found}) == 5
+    assert main(["generate", str(run_dir), "tokens=30", "prompt=sed "]) == 0
+    assert (
+        capsys.readouterr().out == f"sed {found[0]}\n"
+    )  # the first of the file has the random numbers of a single one
+    words = ["generate", str(run_dir), "tokens=30", f"prompts={tmp_path / 'a.txt'}", "parallel=fsdp"]
+    first, second = cluster.run(2, "serried.cli:main", arguments=words)
+    assert [json.loads(line)["text"] for line in first.printed.splitlines() if line[0] == "{"] == found
+    assert "{" not in second.printed
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["prompts=absent.txt"],
+            "prompts=absent.txt: No such file or directory; use a file with a prompt on each line",
+        ),
+        (["prompts=empty.txt"], "prompts=empty.txt has no prompt; write one on each line"),
+        (["prompts=a.jsonl"], 'prompts=a.jsonl: line 2 has no prompt; write {"prompt": "..."} on each line'),
+        (["prompts=long.txt"], "the prompt 2 has 95 tokens and leaves no room within model.max_sequence_length=90"),
+        (["prompts=a.jsonl", "prompt=b"], "prompt=b and prompts=a.jsonl are both given; keep one"),
+        (["rows=2"], "rows=2 has no effect on a single prompt; use prompts=FILE"),
+        (["prompts=a.jsonl", "rows=0"], "rows=0 is not a whole number from 1 to"),
+    ],
+)
+def test_file_of_prompts_that_cannot_be_used_is_refused(
+    words: list[str], reason: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "long.txt").write_text("a\n" + "b" * 95)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert main(["generate", str(run_dir), *words]) == 78
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"error: {reason}" in printed.err
+
+
 def test_generation_ends_at_the_maximum_sequence_length(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", f"run.dir={run_dir}", f"prompt={'x' * 80}", "temperature=0", "tokens=50"]) == 0
     assert "after 10 tokens" in (printed := capsys.readouterr().err)
@@ -281,11 +379,12 @@ def test_generate_uses_the_chat_template_of_a_run_on_conversations(
     assert run_here([word for word in argv if word != "data=text"]).code == 0
     asked: list[str] = []
 
-    def replied(_model: Any, prompt: list[int], **_: Any) -> Any:
-        asked.append(BytesTokenizer().decode(prompt))
-        return iter(b"aye<|im_<|im_end|>more")
+    def replied(_model: Any, prompts: list[list[int]], _limits: list[int], how: Decoding) -> list[list[int]]:
+        asked.append(BytesTokenizer().decode(prompts[0]))
+        tokens = list(b"aye<|im_<|im_end|>more")
+        return [tokens[: next(count for count, token in enumerate(tokens, 1) if not how.goes_on(0, token))]]
 
-    monkeypatch.setattr("serried.recipes.text.causal_lm.continued", replied)
+    monkeypatch.setattr(DistributedModel, "generate", replied)
     capsys.readouterr()
     assert main(["generate", f"run.dir={tmp_path / 'run'}", "prompt=hi"]) == 0
     assert capsys.readouterr().out == "aye<|im_\n"

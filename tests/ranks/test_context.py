@@ -18,8 +18,8 @@ from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.parallel.axes.context import Gather, Ring, head_tail, holder_of
 from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.layout.mesh import Layout
-from serried.parallel.next_token_logits import last_logits
 from serried.parallel.plan import Context, ParallelPlan
+from serried.parallel.token_generation import last_logits
 from serried.recipes.models.layers import attention
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
 from serried.runtime.session import open_session

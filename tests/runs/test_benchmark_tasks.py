@@ -36,6 +36,17 @@ doc_to_choice: ["lorem ipsum", "dolor", "adipiscing elit"]
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 ROLLS = "metric_list: [{metric: bits_per_byte}]\n"
+WRITES = """\
+process_results: !function judging.judged
+metric_list: [{{metric: judged, aggregation: mean, higher_is_better: true}}]
+generation_kwargs: {{until: [m, "\\n"], max_gen_toks: 12{more}}}
+"""
+JUDGES = """\
+def judged(doc, results):
+    return {"judged": sum(place * ord(sign) for place, sign in enumerate(results[0], 1))}
+"""
+"""Numbers that show any difference of the generated texts."""
+TASKS = ("choosing", "rolling", "writing")
 WORDS = ["lorem", "dolor sit", "", "amet consectetur elit sed do lorem ipsum dolor"]
 
 
@@ -51,9 +62,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": WORDS[number % 4] * (number + 1), "label": number % 3} for number in range(7)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "judging.py").write_text(JUDGES)
     kinds = {
         "choosing": ("multiple_choice", "{{label}}", CHOOSES), "rolling": ("loglikelihood_rolling", "{{text}}", ROLLS),
-        "writing": ("generate_until", "{{text}}", "metric_list: [{metric: exact_match}]\n"),
+        "writing": ("generate_until", "{{text}}", WRITES.format(more=", do_sample: false")),
+        "beams": ("generate_until", "{{text}}", WRITES.format(more=", num_beams: 2")),
+        "long": ("generate_until", "{{text}}", WRITES.format(more=", max_new_tokens: 9").replace("12", "8192")),
     }  # fmt: skip
     for name, (kind, target, more) in kinds.items():
         text = CHOICE.format(name=name, data=folder / "rows.jsonl", kind=kind, target=target) + more
@@ -69,7 +83,7 @@ def by_the_harness(model: Path, tasks: Path) -> dict[str, float]:
 
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found: Any = simple_evaluate(
-        HFLM(pretrained=str(model), device="cpu", batch_size=2, dtype="float32"), tasks=["choosing", "rolling"],
+        HFLM(pretrained=str(model), device="cpu", batch_size=2, dtype="float32"), tasks=[*TASKS],
         task_manager=manager, bootstrap_iters=0, log_samples=False,
     )  # fmt: skip
     named = {f"{name}.{key}": value for name, each in found["results"].items() for key, value in each.items()}
@@ -77,7 +91,7 @@ def by_the_harness(model: Path, tasks: Path) -> dict[str, float]:
 
 
 def run(text: Path, folder: Path, tasks: Path, *more: str) -> list[str]:
-    named = ",".join(f"lm_eval:{tasks / name}.yaml" for name in ("choosing", "rolling"))
+    named = ",".join(f"lm_eval:{tasks / name}.yaml" for name in TASKS)
     return overrides(
         text, folder, f"trainer.evaluate=[{named}]", "trainer.steps=4", "trainer.eval_every=2", "checkpoint.every=2",
         "trainer.eval_batches=1", "launch.device=cpu", "checkpoint.keep_best=true", "checkpoint.keep=1",
@@ -92,7 +106,8 @@ def test_scores_are_those_of_the_exported_model_on_any_layout(
     events = metrics(tmp_path / "run", "eval")
     assert cli.main(["export", str(tmp_path / "run"), f"out={tmp_path / 'model'}"]) == 0
     expected = by_the_harness(tmp_path / "model", tasks)
-    assert set(expected) == {"choosing.acc", "choosing.acc_norm", "rolling.bits_per_byte"}
+    assert set(expected) == {"choosing.acc", "choosing.acc_norm", "rolling.bits_per_byte", "writing.judged"}
+    assert expected["writing.judged"] > 0
     assert {name: events[-1][name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert events[-1]["rolling.bits_per_byte"] < events[0]["rolling.bits_per_byte"], "it learns"
     for ranks, more in ((3, []), (2, ["parallel.tensor=2"])):
@@ -136,7 +151,8 @@ def test_mistakes_are_refused_in_one_line_before_training(text: Path, tasks: Pat
 
     assert "did you mean lm_eval:arc_easy" in refused("trainer.evaluate=[lm_eval:arc_esy]")
     assert "did you mean lm_eval:arc_easy" in refused("trainer.evaluate=[lm_eval:arc_esy]", "dry_run=true")
-    assert "needs generated text" in refused(f"trainer.evaluate=[lm_eval:{tasks / 'writing.yaml'}]")
+    assert "generation_kwargs num_beams, which is not" in refused(f"trainer.evaluate=[lm_eval:{tasks / 'beams.yaml'}]")
+    assert "generates 8192 tokens, which leaves" in refused(f"trainer.evaluate=[lm_eval:{tasks / 'long.yaml'}]")
     assert "cannot be loaded" in refused("trainer.evaluate=[lm_eval:absent.yaml]")
     assert "trainer.evaluate=[lm_eval:arc_easy]" in refused("trainer.evaluate=[arc_easy]")
     for axis in ("context", "pipeline"):

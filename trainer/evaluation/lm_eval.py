@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
@@ -30,13 +30,15 @@ from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.runtime.session import Session
 from serried.trainer.evaluation.evaluate import Kept
-from serried.trainer.task import TextTask
+from serried.trainer.task import Prompt, Sampling, TextTask
 
 _IGNORE = -100
 """Target of a token that is not scored."""
 _LENGTHS = 64
 """Batches are padded to a multiple of this number of tokens, since compiled blocks are recompiled for new lengths."""
-_SEED, _FEW_SHOT_SEED = 0, 1234  # defaults of the harness
+_SEED, _FEW_SHOT_SEED, _GENERATED_TOKENS = 0, 1234, 256  # defaults of the harness
+_NAMES_OF_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the largest number of tokens to generate. The first that is given counts."""
 
 OnDevice = Callable[[Iterable[Any]], Iterable[Any]]
 """Moves batches to the device. Ends early if a rank requests a stop."""
@@ -55,8 +57,8 @@ class Benchmarks:
 
         ``documents``: maximum number of documents of each benchmark.
 
-        Raises ``UserError`` if a benchmark is unknown, needs generated text or cannot be loaded, or if the ranks have
-        different data.
+        Raises ``UserError`` if a benchmark is unknown, cannot be loaded or generates text with settings that are not
+        supported, or if the ranks have different data.
         """
         self._documents, self._task, self._tasks = documents, task, dict[str, Any]()
         self._groups = dict[str, Any]()
@@ -67,7 +69,26 @@ class Benchmarks:
             self._groups |= found["groups"]
             of_name = name.removeprefix(HARNESS)
             self._shown += [of_name] if of_name in found["groups"] else [*found["tasks"]]
+        for name, found in self._tasks.items():
+            self._check_generation(name, found)
         session.same_everywhere("the data of trainer.evaluate", self.requests())
+
+    def _check_generation(self, name: str, benchmark: Any) -> None:
+        """Raise ``UserError`` if ``benchmark`` generates text with settings that are not supported."""
+        if benchmark.OUTPUT_TYPE != "generate_until":
+            return
+        try:
+            tokens, longest = _sampling(benchmark.config.generation_kwargs or {}).tokens, self._task.lengths()[1]
+        except ValueError as error:
+            raise UserError(
+                f"trainer.evaluate: {name} has generation_kwargs {error}, which is not supported during training; "
+                "remove the task, and use lm_eval on an exported model"
+            ) from None
+        if tokens >= longest:
+            raise UserError(
+                f"trainer.evaluate: {name} generates {tokens} tokens, which leaves no room for its questions within "
+                f"model.max_sequence_length={longest}; remove the task, or set max_gen_toks in its generation_kwargs"
+            )
 
     def requests(self) -> str:
         """Return the number of requests of each benchmark and a hash of them, one benchmark per line."""
@@ -117,12 +138,6 @@ def _load(names: Sequence[str]) -> list[Any]:
                 f"trainer.evaluate={name} cannot be loaded: {type(error).__name__}: {reason}; fix the cause, or leave "
                 "it out"
             ) from None
-        for task_name, task in found[-1]["tasks"].items():
-            if task.OUTPUT_TYPE == "generate_until":
-                raise UserError(
-                    f"trainer.evaluate={name}: {task_name} needs generated text, but only log-likelihoods are computed "
-                    "during training; remove it, and use lm_eval on an exported model"
-                )
     return found
 
 
@@ -147,6 +162,22 @@ def _manager_of(names: Sequence[str]) -> TaskManager:
 def _manager(with_its_own: bool) -> TaskManager:
     """Return a task manager. Indexing the harness's own tasks reads thousands of files, which takes seconds."""
     return TaskManager(include_defaults=with_its_own)
+
+
+def _sampling(settings: Mapping[str, Any]) -> Sampling:
+    """Convert ``generation_kwargs`` of a task. Raises ``ValueError`` with the name of a setting that is not
+    supported."""
+    given = dict(settings)
+    until, tokens = given.pop("until", None) or [], _GENERATED_TOKENS
+    for name in reversed(_NAMES_OF_TOKENS):
+        tokens = int(given.pop(name, None) or tokens)
+    samples, temperature = given.pop("do_sample", None), given.pop("temperature", None)
+    temperature = 0.0 if not samples else 1.0 if temperature is None else float(temperature)
+    top_p = float(given.pop("top_p", None) or 1)
+    if given:
+        raise ValueError(next(iter(given)))
+    stops = (until,) if isinstance(until, str) else tuple(until)
+    return Sampling(tokens, temperature, top_p, _SEED, stops)
 
 
 class _Request(NamedTuple):
@@ -180,8 +211,30 @@ class _Scorer(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return [*self._task.text_ids(string, begins=add_special_tokens is not False)]
 
-    def generate_until(self, *_: Any, **__: Any) -> list[str]:
-        raise UserError("text cannot be generated during training")
+    def generate_until(self, requests: Any, **_: Any) -> list[str]:
+        alike: dict[Sampling, list[int]] = {}
+        """Requests by their settings."""
+        for number, (_context, settings) in enumerate(request.args for request in requests):
+            alike.setdefault(_sampling(settings), []).append(number)
+        found: dict[int, str] = {}
+        for sampling, numbers in alike.items():
+            room = self._task.lengths()[1] - sampling.tokens
+            contexts = (self.tok_encode(requests[number].args[0])[-room:] for number in numbers)
+            prompts = [Prompt(context or [self.eot_token_id]) for context in contexts]
+            written = self._task.write(
+                self._parallel, prompts, sampling, rows=self._micro_batch, batches=self._until_stopped
+            )
+            found |= dict(zip(numbers, (text.text for text in written), strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def _until_stopped(self, batches: Iterable[int]) -> Iterator[int]:
+        """Yield ``batches``. Raises ``Stopped`` if the ranks have agreed to stop."""
+        every, done = [*batches], 0
+        for batch in self._on_device(every):
+            yield batch
+            done += 1
+        if done < len(every):
+            raise Stopped
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
         windows = [

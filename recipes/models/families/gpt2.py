@@ -127,11 +127,12 @@ class GPT2Model(nn.Module):
         documents. With a ``cache``, the tokens follow the cached ones, and only the logits of the last token are
         returned, [B, 1, V].
         """
-        first = 0 if cache is None else cache.length
         length = self.context.whole_length(tokens)
         make = partial(causal_mask, positions, length, tokens.device, None, self.config.attention)
         if positions is None:
-            positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
+            positions = torch.arange(length, device=tokens.device).unsqueeze(0)
+            if cache is not None:
+                positions = cache.positions(length, tokens.device)
             # A sequence sharded over ranks is padded at the end, perhaps beyond the table. Padding is never read.
             positions = positions.clamp(max=self.config.max_sequence_length - 1)
         x = self.wte(tokens)

@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         ``tokens`` and ``targets`` are a shard of it, as with context parallelism.
 
         With a ``cache``, the tokens continue the cached ones and are added to it, and only the logits of the last
-        token are returned, [B, 1, V]. Meant for generation, with one document at a time.
+        token are returned, [B, 1, V]. Meant for generation: each sequence is a document, perhaps after padding.
         """
         length = self.context.whole_length(tokens) if cache is None else cache.capacity
         windows, ropes = self.reaches(length)
@@ -266,12 +266,11 @@ class Transformer(nn.Module):
     def _with_outdated(self, tokens: Tensor, cache: Cache, ropes: Collection[Rope]) -> Tensor:
         """Return ``tokens``, preceded by the cached tokens if their rotations are outdated.
 
-        With ``longrope``, the rotations of all tokens change when the sequence exceeds the original context. The cache
-        is then emptied.
+        With ``longrope``, the rotations of all tokens change when a sequence exceeds the original context. The cache is
+        then emptied.
         """
-        before, now = cache.length, cache.length + tokens.shape[1]
         scalings = [rope.scaling for rope in ropes if rope.scaling and rope.scaling.rope_type == "longrope"]
-        if scalings and before and any(before <= scaling.original < now for scaling in scalings):
+        if any(cache.crosses(scaling.original, tokens.shape[1]) for scaling in scalings):
             tokens = torch.cat((*cache.inputs, tokens), dim=1)
             cache.clear()
         if scalings:
@@ -285,10 +284,10 @@ class Transformer(nn.Module):
         so_far = length if cache is None else cache.length + tokens.shape[1]
         is_long = scaling is not None and scaling.depends_on_length and so_far > scaling.original
         if is_long:
-            lengths = torch.full((), so_far, device=device)
             if cache is not None:
-                places = torch.arange(cache.length, so_far, device=device)
+                places, lengths = (of(tokens.shape[1], device) for of in (cache.positions, cache.lengths))
             elif positions is None:
+                lengths = torch.full((), so_far, device=device)
                 places = self.context.part(torch.arange(length, device=device), 0)
             else:
                 places = self.context.part(positions, 1)
@@ -296,11 +295,11 @@ class Transformer(nn.Module):
             return self.rotary.of_long_documents(rope, places, lengths, length)
         cos, sin = self.rotary.table(rope, length, device)
         if cache is not None:
-            here = slice(cache.length, so_far)
-            return cos[here], sin[here]
-        if positions is None:
+            mine = cache.positions(tokens.shape[1], device)
+        elif positions is None:
             return self.context.part(cos, 0), self.context.part(sin, 0)
-        mine = self.context.part(positions, 1)
+        else:
+            mine = self.context.part(positions, 1)
         return cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
 
     def keep_rotations(self, length: int) -> None:

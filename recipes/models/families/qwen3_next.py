@@ -185,7 +185,9 @@ class HybridTransformer(Transformer):
     def _mask(
         self, window: int | None, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
     ) -> Any:
-        return positions if window == _LINEAR else super()._mask(window, length, tokens, positions, cache)
+        if window != _LINEAR:
+            return super()._mask(window, length, tokens, positions, cache)
+        return cache.positions(tokens.shape[1], tokens.device) if cache is not None and cache.padding else positions
 
     def parallel_plan(self) -> ParallelPlan:
         plan = super().parallel_plan()

@@ -228,7 +228,7 @@ def test_variables_of_a_template_reach_generation(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(QWEN3)
     words = ["recipe=sft", "data.path=x.jsonl", f"data.chat_template={tmp_path / 't.jinja'}"]
     asked = [
-        bytes(CausalLM(compose([*words, *more])).prompt_ids(["Add."])).decode()
+        bytes(CausalLM(compose([*words, *more])).prompt(["Add."]).ids).decode()
         for more in ([], ["data.chat_template_kwargs.enable_thinking=false"])
     ]
     assert asked[1] == f"{asked[0]}<think>\n\n</think>\n\n"

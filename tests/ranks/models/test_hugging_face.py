@@ -29,6 +29,7 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import (
 from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.text.causal_lm import CausalLM
 from testing.rank_pool import ROOT
+from tests.support.continuing import on_one_process
 from tests.support.texts import documents, everything, many_files, section, write
 
 WORDS = "the tokenizer learns pairs of bytes from this text, naïve as it is 漢字 "
@@ -229,14 +230,14 @@ def test_padded_vocabulary_is_reported(folder: Path, tmp_path: Path) -> None:
 def test_a_padded_id_is_never_generated(folder: Path, tmp_path: Path) -> None:
     made = recipe(folder, tmp_path, "model.vocab_multiple=128")
 
-    def only_padding(tokens: torch.Tensor, cache: object) -> torch.Tensor:
-        del cache
-        logits = torch.full((*tokens.shape, 384), -5.0)
-        logits[..., 301:] = 50.0
-        return logits
+    class OnlyPadding(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor, cache: object) -> torch.Tensor:
+            del cache
+            logits = torch.full((*tokens.shape, 384), -5.0)
+            logits[..., 301:] = 50.0
+            return logits
 
-    text = made.sample(only_padding, 40, 1, torch.device("cpu"))  # type: ignore[arg-type]
-    assert len(text) > 10
+    assert len(made.sample(on_one_process(OnlyPadding()), 40, 1)) > 10
 
 
 def test_tokenizer_files_are_copied_unchanged_with_the_model(

@@ -19,9 +19,9 @@ from serried.recipes.exports import gguf_file
 from serried.recipes.exports.export_formats import Source
 from serried.recipes.exports.traced import longest
 from serried.recipes.models.layers.rope import document_lengths
-from serried.recipes.text.generation import chooser, continued
 from testing.rank_pool import Cluster
 from tests.ranks.models.test_families import FAMILIES, ON_LAYOUTS, SIZES, SMALL, opened, saved, written
+from tests.support.continuing import continued, on_one_process
 
 ORIGINAL, LENGTH, PROMPT, NEW, ROWS = 12, 30, 9, 40, 131
 """A generated text passes the original length."""
@@ -119,9 +119,10 @@ def test_family_with_scaled_rope_equals_transformers(family: str, kind: str, tmp
         "eos_token_id": -1,
     }
     expected = again.generate(prompt, use_cache=uses_cache, pad_token_id=0, **settings)[0, PROMPT:].tolist()
-    layers, device, greedy = model.cached_layers, torch.device("cpu"), chooser(temperature=0, top_p=1, seed=0)
-    made = continued(ours, prompt[0].tolist(), layers=layers, tokens=NEW, choose=greedy, device=device)
-    assert list(made) == expected
+    shorter = prompt[0, 4:].tolist()  # exceeds the original context later
+    parallel = on_one_process(ours)
+    (alone,) = continued(parallel, model, [shorter], NEW)
+    assert continued(parallel, model, [shorter, *prompt.tolist()], NEW, rows=2) == [alone, expected]
     assert len({*expected}) > 1, "a model that repeats itself would compare equal to much"
 
     # Three steps on packed documents, which transformers sees one by one.

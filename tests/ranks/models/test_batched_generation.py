@@ -1,0 +1,112 @@
+"""Text that many prompts get together, with the cache and on any layout, is the text that each gets alone."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.parallel.layout.mesh import Layout
+from serried.runtime.session import open_session
+from testing.rank_pool import Cluster
+from tests.ranks.models.test_families import FAMILIES, ROWS, WINDOW, opened_on, saved
+from tests.support.continuing import TOKENS, continued, greedy_and_sampled
+
+LENGTHS = (6, 1, 2, WINDOW + 5)
+"""Of prompts: most are shorter than the convolutions of linear attention and than the window, one is longer."""
+SEED = 3
+ENDS = range(0, ROWS, 9)
+PLAIN = [name for name in FAMILIES if "," not in name]
+EXPERTS = [name for name in PLAIN if any("experts" in key for key in FAMILIES[name])]
+DAILY = ("gpt_oss", "qwen3_5_text")
+LAYOUTS = {
+    "ddp x2": (Layout("ddp", replicate=2), PLAIN),
+    "fsdp x2": (Layout("fsdp", shard=2), PLAIN),
+    "tensor x2": (Layout("fsdp", tensor=2), PLAIN),
+    "expert x2": (Layout("fsdp", shard=2, expert=2), EXPERTS),
+    "context x2": (Layout("fsdp", context=2), ["llama", "gpt2", "gpt_oss"]),
+    "pipeline x2": (Layout("fsdp", pipeline=2, stages=2), ["llama"]),
+}
+
+Alone = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(ROWS, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def texts(layout: Layout, folder: Path, rows: int) -> list[list[int]]:
+    """Of the prompts: the likeliest text and a sampled one, in turn."""
+    family, model = opened_on(layout, folder)
+    return continued(model, family, prompts(), rows=rows, choose=greedy_and_sampled(SEED))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """A folder with a model of a family, and what it writes one prompt after the other."""
+
+    @cache
+    def made(name: str) -> tuple[Path, list[list[int]]]:
+        folder = tmp_path_factory.mktemp("model")
+        saved(name, folder, tie_word_embeddings=False)
+        found = texts(Layout("single"), folder, rows=1)
+        greedy, sampled = (max(len({*text}) for text in found[first::2]) for first in (0, 1))
+        assert greedy > 5 and sampled > 20, "a model that repeats itself would compare equal to much"
+        return folder, found
+
+    return made
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DAILY)) for name in PLAIN])
+def test_prompts_of_a_batch_get_the_text_that_each_gets_alone(name: str, alone: Alone) -> None:
+    folder, expected = alone(name)
+    assert texts(Layout("single"), folder, rows=4) == expected
+
+
+def texts_on(layout: str, folders: dict[str, str]) -> dict[str, list[list[int]]]:
+    """What each model writes on a layout; and under "ends", what the first writes for texts that end at different
+    tokens, and for a single prompt."""
+    with open_session(compose([]).launch):
+        found = {name: texts(LAYOUTS[layout][0], Path(folder), rows=2) for name, folder in folders.items()}
+        family, model = opened_on(LAYOUTS[layout][0], Path(next(iter(folders.values()))))
+        write = partial(continued, model, family, choose=greedy_and_sampled(SEED))
+        found["ends"] = write(prompts(), ends=ENDS) + write(prompts()[:1], 9)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_of_each_prompt_is_the_same_on_every_layout(layout: str, alone: Alone, cluster: Cluster) -> None:
+    expected = {name: alone(name)[1] for name in LAYOUTS[layout][1]}
+    first = next(iter(expected.values()))
+    until = [next((at + 1 for at, token in enumerate(text) if token in ENDS), TOKENS) for text in first]
+    assert len({*until}) > 2, "they end at different tokens"
+    expected["ends"] = [text[:count] for text, count in zip(first, until, strict=True)] + [first[0][:9]]
+    folders = {name: str(alone(name)[0]) for name in LAYOUTS[layout][1]}
+    function = "tests.ranks.models.test_batched_generation:texts_on"
+    for answer in cluster.run(2, function, layout=layout, folders=folders):
+        assert answer.value == expected
+
+
+def nan_on(layout: str, folder: str) -> str:
+    with open_session(compose([]).launch) as session:
+        family, model = opened_on(LAYOUTS[layout][0], Path(folder))
+        if session.rank == 1:
+            for parameter in model.parameters:
+                parameter.tensor.detach().fill_(float("nan"))
+        try:
+            continued(model, family, prompts(), 9)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["ddp x2", "fsdp x2"])
+def test_nan_on_one_rank_is_one_error_on_all(layout: str, alone: Alone, cluster: Cluster) -> None:
+    function = "tests.ranks.models.test_batched_generation:nan_on"
+    for answer in cluster.run(2, function, layout=layout, folder=str(alone("gpt2")[0])):
+        assert "the logits of the model are NaN" in answer.value

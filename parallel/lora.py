@@ -3,10 +3,12 @@
 An adapter consists of additional parameters of the layer and a forward hook that adds to its output. The names of the
 other weights do not change, and code that replaces a layer's forward, such as the tensor axis, works unchanged.
 
-Shapes: I inputs, O outputs of the layer, R rank.
+Stacked experts have an adapter for each expert, stacked too. Their module adds the products (``add_to_experts``).
+
+Shapes: I inputs, O outputs of the layer, R rank, E experts, N rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,27 @@ class Adapter:
     """Sums the product with A over ranks if the layer's inputs are sharded. Set by the tensor axis."""
 
 
+@dataclass
+class ExpertAdapter:
+    """Adapter of stacked matrices, an item of the experts' attribute ``adapters`` by the name of the matrices.
+
+    Its parameters, of shapes [E, R, I] and [E, O, R], are parameters of the experts too.
+    """
+
+    name: str
+    """Beginning of the names of its parameters."""
+    scale: float
+    index: int = 0
+    """Position of the rows of the matrices in B."""
+    parts: int = 1
+    """Number of stacked matrices that share A and have their rows in B."""
+    is_on: bool = True
+
+    def parameter(self, key: str) -> str:
+        """Return the name of parameter ``key``, ``A`` or ``B``, in the module of the experts."""
+        return f"{self.name}_{key}"
+
+
 def is_linear(module: nn.Module) -> bool:
     """Return whether an adapter can be attached: to an ``nn.Linear`` whose forward is called, or to a ``Conv1D``."""
     # MultiheadAttention reads the weight of its last layer without calling it.
@@ -61,10 +84,43 @@ def attach(module: Any, rank: int, adapter: Adapter, *, is_dora: bool, shared: n
     return first
 
 
+def attach_to_experts(
+    experts: Any, name: str, rank: int, scale: float, matrices: Sequence[str], *, is_transposed: bool
+) -> None:
+    """Add an adapter filled with zeros to stacked matrices [E, O, I] of ``experts``, which share A.
+
+    ``is_transposed``: whether the matrices are [E, I, O] instead.
+    """
+    weights = [getattr(experts, matrix) for matrix in matrices]
+    shapes = [weight.transpose(1, 2).shape if is_transposed else weight.shape for weight in weights]
+    count, _, inputs = shapes[0]
+    sizes = {A: (count, rank, inputs), B: (count, sum(outputs for _, outputs, _ in shapes), rank)}
+    for index, matrix in enumerate(matrices):
+        experts.adapters[matrix] = ExpertAdapter(name, scale, index, len(matrices))
+    for key, size in sizes.items():
+        zeros = torch.zeros(size, dtype=torch.float32, device=weights[0].device)
+        experts.register_parameter(experts.adapters[matrices[0]].parameter(key), nn.Parameter(zeros))
+
+
+def add_to_experts(
+    experts: Any, name: str, rows: Tensor, output: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Add the product of the adapter of the stacked matrices ``name``, if they have one, to their ``output`` [N, O].
+
+    ``multiply``: multiplies rows [N, I] by the matrices [E, O, I] of their experts.
+    """
+    adapter: ExpertAdapter | None = experts.adapters.get(name)
+    if adapter is None or not adapter.is_on:
+        return output
+    hidden = multiply(rows, getattr(experts, adapter.parameter(A)))
+    second = getattr(experts, adapter.parameter(B)).chunk(adapter.parts, dim=1)[adapter.index]
+    return output + multiply(hidden, second.contiguous()) * adapter.scale
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Context manager that disables the adapters of ``model``, in evaluation mode and without gradients."""
-    adapters = [each for module in model.modules() if isinstance(each := getattr(module, "adapter", None), Adapter)]
+    adapters = adapters_of(model)
     for adapter in adapters:
         adapter.is_on = False
     try:
@@ -73,6 +129,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.is_on = True
+
+
+def adapters_of(model: nn.Module) -> list[Adapter | ExpertAdapter]:
+    """Return the adapters of all linear layers and stacked matrices of ``model``."""
+    found: list[Adapter | ExpertAdapter] = []
+    for module in model.modules():
+        of_layer, of_experts = getattr(module, "adapter", None), getattr(module, "adapters", None)
+        found += [of_layer] if isinstance(of_layer, Adapter) else []
+        found += of_experts.values() if isinstance(of_experts, dict) else []
+    return [adapter for adapter in found if isinstance(adapter, Adapter | ExpertAdapter)]
 
 
 def _add(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from serried.configs.unused_keys import Run, notes
 from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.checks import with_micro_batch, with_values
 from serried.parallel.layout.mesh import Layout, fewest_micro_batches
+from serried.parallel.lora import ExpertAdapter, adapters_of
 from serried.parallel.nf4 import whole_numel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.float8_int8 import is_eight_bits
@@ -271,10 +272,12 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
         return ""
     section, what = config.adapter, ""
     if section.method != "none":
-        layers = sum(hasattr(module, "adapter") for module in model.modules())
+        adapters = adapters_of(model)
+        stacks = sum(isinstance(adapter, ExpertAdapter) for adapter in adapters)
         ranks = sorted({section.rank, *section.rank_pattern.values()})
         rank = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {layers} layers"
+        what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {len(adapters) - stacks} layers"
+        what += f" and {stacks} stacks of experts" if stacks else ""
         what += ", and the new head" if heads else ""
         what += f", and {', '.join(section.modules_to_save)} in full" if section.modules_to_save else ""
         tokens = len(section.trainable_token_indices)

@@ -21,6 +21,7 @@ from serried.configs.hugging_face.adapter_folder import (
     matches_layer,
     scale_of,
 )
+from serried.configs.hugging_face.expert_names import SINGLE_NAMES
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import AdapterSection
@@ -33,6 +34,7 @@ from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.token_rows import ROWS, attach_rows, with_rows
 from serried.records.safetensors_files import TensorFolder
+from serried.trainer.checkpoint.expert_adapters import Stack, stacks_of
 from serried.trainer.checkpoint.retention import ADAPTER
 from serried.trainer.checkpoint.tensors import Exported, mean_of_rows, tied_parameters
 
@@ -78,6 +80,10 @@ class Adapters:
         }
         """Location of each adaptable layer's weight in the base model's checkpoint."""
         self._experts = _experts(model, plan, exported)
+        shared, single = (stacks_of(model, plan, exported, are_single=are_single) for are_single in (False, True))
+        self._known_experts = {stack.label for stack in (*shared.values(), *single.values())}
+        self._stacks = single if _are_single(section.modules or (), shared, single) else shared
+        """Stacked experts that may have adapters, by the beginning of the names of the adapter's parameters."""
         chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
         """Original shapes of the quantized weights by parameter name."""
@@ -134,6 +140,8 @@ class Adapters:
 
     def _aliases(self, name: str) -> set[str]:
         """Return the names that the user may write for layer ``name``."""
+        if name in self._stacks:
+            return self._stacks[name].aliases
         weight = self._weights[name]
         return {_module_of(weight.name), *([name] if weight.is_whole else [])}
 
@@ -151,18 +159,52 @@ class Adapters:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         section = self._section
-        kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in self._ranks}
+        stacks = self._adapted_stacks
+        self._check_experts(stacks)
+        for name, stack in stacks.items():
+            stack.attach(model, self._ranks[name], scale_of(self._ranks[name], self._alphas[name], section.scale))
+        linear = {name: rank for name, rank in self._ranks.items() if name not in stacks}
+        kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in linear}
         if len(kinds) > 1:
             raise UserError(
                 "adapter.modules: PEFT's format cannot store adapters of both Conv1D and Linear layers; select one kind"
             )
         is_conv1d, is_dora = kinds == {True}, section.method == "dora"
         shared: dict[str, nn.Parameter] = {}
-        for name, rank in self._ranks.items():
+        for name, rank in linear.items():
             adapter = Adapter(scale_of(rank, self._alphas[name], section.scale), section.dropout, is_conv1d)
             module, tensor = model.get_submodule(name), self._weights[name].name
             shared[tensor] = attach(module, rank, adapter, is_dora=is_dora, shared=shared.get(tensor))
         return is_conv1d
+
+    def _check_experts(self, stacks: Mapping[str, Stack]) -> None:
+        """Raise ``UserError`` if PEFT would compute other results with adapters of these ``stacks``, or refuse them."""
+        if not stacks:
+            return
+        section, names = self._section, sorted({stack.label for stack in stacks.values()})
+        what = f"adapters of routed experts ({names[0]})"
+        if section.method == "dora":
+            raise UserError(
+                f"adapter.method=dora: PEFT has no DoRA for {what}; use adapter=lora, or adapt other layers"
+            )
+        if section.dropout:
+            raise UserError(
+                f"adapter.dropout={section.dropout:g}: PEFT opens {what} only without dropout; use adapter.dropout=0"
+            )
+        if not next(iter(stacks.values())).singles:
+            return
+        instead = "use the names of stacked experts, such as 'adapter.modules=[gate_up_proj,down_proj]'"
+        if missing := [stack.label for name, stack in self._stacks.items() if name not in stacks]:
+            raise UserError(
+                f"adapter.modules leaves out {missing[0]}: PEFT opens adapters of single experts only if gate, up and "
+                f"down projection of all layers have one; {instead}"
+            )
+        values = {(self._ranks[name], self._alphas[name], section.scale) for name in stacks}
+        if values != {(section.rank, section.alpha, "standard")}:
+            raise UserError(
+                "adapter.rank_pattern, adapter.alpha_pattern and adapter.scale=rslora: PEFT opens adapters of single "
+                f"experts only with adapter.rank, adapter.alpha and adapter.scale=standard; {instead}"
+            )
 
     def _quantize(self, model: nn.Module, plan: ParallelPlan) -> None:
         blocks = tuple(f"{block}." for block in plan.blocks)
@@ -185,7 +227,7 @@ class Adapters:
         Layers whose weights share a tensor in the checkpoint, such as queries, keys and values, share A. Their B
         matrices are stored in one tensor.
         """
-        owner, _, key = name.rpartition(".")
+        owner, key = _owner_and_key(name)
         if self.is_of_head(name):
             # PEFT needs tied weights under all of their names.
             names = [name, *(further for further, of in self._tied.items() if of == name)]
@@ -195,6 +237,8 @@ class Adapters:
             return (Fragment.whole(f"{PREFIX}{_module_of(self._row_weights[owner].name)}{ROWS_END}", shape),)
         if not self._is_of_adapter(name):
             return ()
+        if owner in self._stacks:
+            return self._stacks[owner].fragments(key, shape, _ENDINGS[key], self._depth(owner))
         weight = self._weights[owner]
         tensor = f"{PREFIX}{_module_of(weight.name)}.{_ENDINGS[key]}"
         if weight.is_whole or key == A:
@@ -202,6 +246,12 @@ class Adapters:
         dim = 1 if self._is_conv1d else 0  # dimension of the output features
         whole = (weight.shape[dim], *shape[1:])
         return (Fragment.within(tensor, whole, 0, weight.theirs.starts[dim], shape),)
+
+    def _depth(self, name: str) -> int:
+        """Return the number of stacks after stack ``name`` in the same module that have adapters."""
+        experts = self._stacks[name].experts
+        same = [key for key, stack in self._stacks.items() if key in self._ranks and stack.experts == experts]
+        return len(same) - 1 - same.index(name)
 
     def exported_base(self, of_folder: Exported) -> Exported:
         """Return a mapping from parameters to their location in the base model's folder.
@@ -211,7 +261,7 @@ class Adapters:
         return lambda name, shape: () if self._is_of_adapter(name) else of_folder(name, self.packed.get(name, shape))
 
     def _is_of_adapter(self, name: str) -> bool:
-        owner, _, key = name.rpartition(".")
+        owner, key = _owner_and_key(name)
         return (owner in self._ranks and key in _ENDINGS) or (owner in self._row_weights and key == ROWS)
 
     @torch.no_grad()
@@ -223,11 +273,11 @@ class Adapters:
             if held.name not in self.packed or tensors is None or not held.box.numel:
                 continue
             whole = self.packed[held.name]
-            ((tensor, _, _, theirs),) = self._of_base(held.name, whole)
-            first, step = theirs.starts[0] + held.box.starts[0], max(1, _PIECE_NUMBERS // whole[1])
+            (part,) = self._of_base(held.name, whole)
+            first, step = part.theirs.starts[0] + held.box.starts[0], max(1, _PIECE_NUMBERS // whole[1])
             for start in range(0, held.box.sizes[0], step):
                 into = held.local[start : start + step].view(torch.uint8)
-                values = tensors.read_elements(tensor, (first + start) * whole[1], len(into) * whole[1])
+                values = tensors.read_elements(part.name, (first + start) * whole[1], len(into) * whole[1])
                 into.copy_(pack(values.view(len(into), whole[1]).to(into.device)).view(torch.uint8))
 
     @torch.no_grad()
@@ -259,11 +309,11 @@ class Adapters:
         """
         held = {parameter.name: parameter for parameter in parameters}
         for name, parameter in held.items():
-            owner, _, key = name.rpartition(".")
+            owner, key = _owner_and_key(name)
             if owner not in self._ranks:
                 continue
             if key == A:
-                initialize_uniform(parameter, 1 / math.sqrt(parameter.spec.shape[1]), seed)
+                initialize_uniform(parameter, 1 / math.sqrt(parameter.spec.shape[-1]), seed)
             elif key == B:
                 parameter.local.zero_()
             elif key == MAGNITUDE:
@@ -288,9 +338,9 @@ class Adapters:
             "lora_dropout": section.dropout,
             "use_rslora": section.scale == "rslora",
             "use_dora": section.method == "dora",
-            "rank_pattern": self._other_values(self._ranks, section.rank),
-            "alpha_pattern": self._other_values(self._alphas, section.alpha),
-            "target_modules": self._target_modules(self._adapted),
+            "rank_pattern": self._patterns(self._ranks, section.rank),
+            "alpha_pattern": self._patterns(self._alphas, section.alpha),
+            **self._targets(),
             "fan_in_fan_out": self._is_conv1d,
             "modules_to_save": self._saved_modules or None,
             "ensure_weight_tying": bool(self._tied),
@@ -309,19 +359,28 @@ class Adapters:
 
     def _other_values(self, values: Mapping[str, _Number], default: _Number) -> dict[str, _Number]:
         """Return the ``values`` by layer that differ from ``default``, by the name of the layer in a checkpoint."""
-        named = {_module_of(self._weights[name].name): value for name, value in values.items()}
+        named = {self._label(name): value for name, value in values.items()}
         return {name: value for name, value in named.items() if value != default}
+
+    def _patterns(self, values: Mapping[str, _Number], default: _Number) -> dict[str, _Number]:
+        """Return ``_other_values`` for PEFT, with the names of layers that it adapts as parameters too."""
+        named, mistaken = self._other_values(values, default), self._mistaken()
+        return named | {f"{name}.weight": value for name, value in named.items() if name in mistaken}
 
     @property
     def _adapted(self) -> set[str]:
-        """Names that the adapted layers have in a checkpoint."""
-        return {_module_of(self._weights[name].name) for name in self._ranks}
+        """Names that the adapted layers have in PEFT."""
+        return {self._label(name) for name in self._ranks}
+
+    def _label(self, name: str) -> str:
+        """Return the name that layer ``name`` has in PEFT."""
+        return self._stacks[name].label if name in self._stacks else _module_of(self._weights[name].name)
 
     def check_folder(self, folder: Path) -> None:
         """Raise ``UserError`` if the PEFT adapters in ``folder`` do not match these adapters."""
         found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs)
         theirs = set(found["modules"])
-        if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()}:
+        if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()} - self._known_experts:
             raise UserError(unknown_layer(folder, min(unknown)))
         keys = {key: shown(found[key]) for key in ("method", "scale")}
         differing = {key: value for key, value in keys.items() if value != shown(getattr(self._section, key))}
@@ -356,6 +415,32 @@ class Adapters:
                 "head; merge these adapters with PEFT's merge_and_unload()"
             )
 
+    @property
+    def _adapted_stacks(self) -> dict[str, Stack]:
+        return {name: stack for name, stack in self._stacks.items() if name in self._ranks}
+
+    def _mistaken(self) -> set[str]:
+        """Return the names of adapted linear layers that PEFT 0.21 would take for routed experts.
+
+        It adapts them, with the same results, if their weights are named as parameters. Not with dropout or DoRA.
+        """
+        if not self._stacks or self._section.method == "dora" or self._section.dropout:
+            return set()
+        linear = {self._label(name) for name in self._ranks if name not in self._stacks}
+        return {name for name in linear if name.rpartition(".")[2] in SINGLE_NAMES}
+
+    def _targets(self) -> dict[str, list[str]]:
+        """Return ``target_modules`` and ``target_parameters`` for PEFT."""
+        stacks, mistaken = [*self._adapted_stacks.values()], self._mistaken()
+        modules = self._target_modules(self._adapted - {stack.label for stack in stacks} - mistaken)
+        modules += sorted({stack.name for stack in stacks if stack.singles})
+        shared = {stack.label for stack in stacks if not stack.singles}
+        short = {f"experts.{stack.name}" for stack in stacks if not stack.singles}
+        others = [stack.label for stack in self._stacks.values() if stack.label not in shared]
+        is_clear = not any(label.endswith(tuple(short)) for label in others)
+        parameters = sorted(short if is_clear else shared) + sorted(f"{name}.weight" for name in mistaken)
+        return {"target_modules": modules, **({"target_parameters": parameters} if parameters else {})}
+
     def _target_modules(self, chosen: set[str]) -> list[str]:
         """Return ``target_modules`` for PEFT: the last parts of the names ``chosen`` if they match no other layer."""
         last = {name.rpartition(".")[2] for name in chosen}
@@ -371,12 +456,20 @@ class Adapters:
             of_experts = {name.rpartition(".")[2] for name in self._experts}  # PEFT would adapt the experts, too
             return [name for name in inside or names if name.rpartition(".")[2] not in of_experts]
         chosen = set[str]()
+        names |= {name: stack.aliases for name, stack in self._stacks.items()}
         for pattern in patterns:
-            if stacked := next((name for name in self._experts if matches_layer(name, pattern)), None):
+            if some := next((each.label for each in self._stacks.values() if each.matches_only_some(pattern)), None):
                 raise CannotAdapt(
                     pattern,
-                    f"adapter.modules=[{pattern}] matches stacked experts ({stacked}), but these cannot have adapters; "
-                    "select other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
+                    f"adapter.modules=[{pattern}] matches only some of the experts of {some}, but PEFT adapts all "
+                    f"experts of a layer; use 'adapter.modules=[{some}]'",
+                )
+            unknown = [] if self._stacks else self._experts  # of a user's own mixture
+            if stacked := next((name for name in unknown if matches_layer(name, pattern)), None):
+                raise CannotAdapt(
+                    pattern,
+                    f"adapter.modules=[{pattern}] matches stacked experts ({stacked}), but only experts of the "
+                    "built-in families can have adapters; select other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
                 )
             found = [name for name, known in names.items() if any(matches_layer(alias, pattern) for alias in known)]
             if not found:
@@ -449,6 +542,26 @@ def _modules_in_checkpoint(model: nn.Module, heads: Iterable[str], exported: Exp
 def _lengths(weight: torch.Tensor, dim: int) -> torch.Tensor:
     lengths = torch.linalg.vector_norm(weight.detach().float(), dim=dim)
     return lengths.full_tensor() if is_sharded(lengths) else lengths
+
+
+def _owner_and_key(name: str) -> tuple[str, str]:
+    """Return the layer that parameter ``name`` of an adapter belongs to, and the parameter's name there.
+
+    An adapter of stacked experts has parameters such as ``experts.down_proj_lora_A``, so its layer is
+    ``experts.down_proj``.
+    """
+    key = next((key for key in _ENDINGS if name.endswith(key)), name.rpartition(".")[2])
+    return name[: -len(key) - 1], key
+
+
+def _are_single(patterns: Sequence[str], shared: Mapping[str, Stack], single: Mapping[str, Stack]) -> bool:
+    """Return whether ``patterns`` choose adapters of experts in PEFT's single form, since one of them matches nothing
+    in the shared form."""
+
+    def matches(pattern: str, stacks: Mapping[str, Stack]) -> bool:
+        return any(matches_layer(name, pattern) for stack in stacks.values() for name in stack.aliases)
+
+    return any(matches(pattern, single) and not matches(pattern, shared) for pattern in patterns)
 
 
 def _module_of(tensor: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from serried.configs.errors import UserError
+from serried.configs.hugging_face.expert_names import layers_of
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import AdapterSection
@@ -40,6 +41,8 @@ _TAKEN = {
     "ensure_weight_tying": (False, True),
 }
 """Supported values of keys, computed as in PEFT. All other keys must be unset, empty or false."""
+_NAMES = ("modules_to_save", "target_parameters")
+"""Keys whose values are lists of any names."""
 _NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
 _PATTERNS = {"rank_pattern": "rank", "alpha_pattern": "alpha"}
 _REPEATED = r"\)[*+?{]|([*+?{].*){4}"
@@ -61,7 +64,7 @@ def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]
         taken = _TAKEN.get(key, (value,) if not value else ())
         if key == "trainable_token_indices":
             continue
-        if key == "modules_to_save" and isinstance(value, list) and all(isinstance(name, str) for name in value):
+        if key in _NAMES and isinstance(value, list) and all(isinstance(name, str) for name in value):
             continue
         if not any(value is known or (value == known and isinstance(value, str)) for known in taken):
             instead = f", only {' or '.join(map(shown, _TAKEN[key]))}" if key in _TAKEN else ""
@@ -76,11 +79,11 @@ def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]
                 f"{folder} contains the tensor {name}, but only LoRA and DoRA adapters of linear layers are supported; "
                 f"{_MERGE}"
             )
-    names = [name for name in tensors if name.endswith(_A)]
+    names = adapted_layers(found, tensors)
     keys: dict[str, Any] = {
         "method": "dora" if found.get("use_dora") else "lora",
         "scale": "rslora" if found.get("use_rslora") else "standard",
-        "modules": [name.removeprefix(PREFIX).removesuffix(_A) for name in names],
+        "modules": [*dict.fromkeys(names.values())],
     }
     if whole := {*filter(None, saved.values())}:  # a tied weight is stored a second time, without being listed
         keys["modules_to_save"] = sorted(whole)
@@ -88,6 +91,15 @@ def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]
         keys["trainable_token_indices"] = tokens
     keys |= {ours: _number(file, key, ours, found.get(key)) for key, ours in _NUMBERS.items()}
     return keys | {key: named for key in _PATTERNS if (named := _by_layer(file, found, key, keys["modules"]))}
+
+
+def adapted_layers(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, str]:
+    """Return the layers that have adapters, by the names of the adapters in ``tensors`` without prefix and ending.
+
+    The two differ for experts; see ``expert_names``. ``config``: content of ``adapter_config.json``.
+    """
+    names = [name.removeprefix(PREFIX).removesuffix(_A) for name in tensors if name.endswith(_A)]
+    return layers_of(names, config.get("target_parameters") or ())
 
 
 def layer_value(patterns: Mapping[str, _Value], names: Collection[str], otherwise: _Value) -> _Value:

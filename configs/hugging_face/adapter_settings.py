@@ -123,11 +123,13 @@ def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
 
 
 def _short(config: Mapping[str, Any], modules: list[str]) -> list[str]:
-    """Return the plain names in ``target_modules`` if they select all ``modules``; else ``modules``."""
-    targets = config.get("target_modules")
+    """Return the plain names in ``target_modules`` and ``target_parameters`` if they select all ``modules``; else
+    ``modules``."""
+    targets, parameters = config.get("target_modules"), config.get("target_parameters") or []
     limits = ("exclude_modules", "layers_to_transform", "layers_pattern")
     if not isinstance(targets, list) or any(config.get(key) for key in limits):
         return modules
+    targets = targets + [name.removesuffix(".weight") for name in parameters]
     plain = [target for target in targets if isinstance(target, str) and re.fullmatch(r"[\w.]+", target)]
     used = {target for target in plain for module in modules if matches_layer(module, target)}
     is_all = all(any(matches_layer(module, target) for target in used) for module in modules)

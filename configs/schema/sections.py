@@ -238,8 +238,8 @@ class AdapterSection(Section):
     quantize: Literal["none", "nf4"] = "none"
     """``nf4``: store the frozen linear layers of the blocks in 4 bits (QLoRA)."""
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
-    """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; null: all
-    linear layers of the blocks."""
+    """Linear layers and stacked experts to adapt, by name or pattern, such as ``[q_proj,v_proj]``, ``['*.layers.3.*']``
+    or ``[experts.down_proj]``; null: all linear layers of the blocks."""
     modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Modules to train in full, in addition to the adapters, by name or pattern, such as ``[embed_tokens,lm_head]``."""
     trainable_token_indices: tuple[Annotated[int, Field(ge=0, le=10**7)], ...] = ()

@@ -368,7 +368,7 @@ def set_adapter(config: ForeignConfig, out: Converted) -> bool:
         out.set("adapter.scale", "rslora")
     _targets(config, out)
     if "loraplus" in config:
-        out.set("optim.groups.b.parameters", "*.lora_B")
+        out.set("optim.groups.b.parameters", "*lora_B")
         out.set("optim.groups.b.lr_scale", config.number("loraplus"))
     if config.flag("modules_to_save"):
         out.set("adapter.modules_to_save", config.words("modules_to_save"))

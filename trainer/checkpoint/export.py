@@ -116,7 +116,7 @@ def write_merged(adapters: Path, base: TensorFolder | Built, out: Path) -> None:
     or if the disk is too full or fails.
     """
     weights = _with_adapters(base, adapters, {adapters: 1.0})
-    merged = {f"{name}.weight" for name in weights.adapted}
+    merged = weights.adapted
     specs = [replace(spec, dtype=torch.float32) if spec.name in merged else spec for spec in weights.specs.values()]
     folder = adapters if (adapters / CONFIG).is_file() or isinstance(base, Built) else base.folder
     others = [path for path in sorted(folder.iterdir()) if path.suffix in _CONFIG_SUFFIXES]

@@ -86,6 +86,8 @@ class Piece(NamedTuple):
     place: Box
     """Box within the window."""
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+    """Order of the dims of ``box`` in which the elements are sent; empty if it is their own."""
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +135,7 @@ def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
             continue
         seen.add(part.name)
         for fragment in part.fragments:
-            spec = TensorSpec(fragment.name, part.held.tensor.dtype, fragment.shape)
+            spec = TensorSpec(fragment.name, part.held.tensor.dtype, fragment.stored_shape)
             target = found.setdefault(fragment.name, Target(spec, []))
             assert target.spec == spec, f"{part.name} is {spec} in a checkpoint, where others make it {target.spec}"
             if fragment.shape or not target.origins:  # parts may share a scalar, such as the optimizer's step
@@ -213,7 +215,7 @@ def _windows_of(
     """Yield the windows of a tensor that ``owner`` writes. If ``sender`` is given, include only its pieces."""
     spec, origins = target.spec, target.origins
     geometry = tuple((replace(origin.shards, name=""), origin.fragment._replace(name="")) for origin in origins)
-    sources, windows = _geometry(spec.shape, geometry, layout, limit // spec.dtype.itemsize)
+    sources, windows = _geometry(origins[0].fragment.shape, geometry, layout, limit // spec.dtype.itemsize)
     place = layout.coordinates(owner)
     # The owner may already hold the data: a tensor may be replicated along some axes.
     own = [origin.shards.box(layout, place) for origin in origins]
@@ -224,8 +226,9 @@ def _windows_of(
             spec,
             window.sizes,
             tuple(
-                Piece(origins[sources[index].origin].part, ranks[index], box, to, spec.dtype)
+                Piece(origin.part, ranks[index], box, to, spec.dtype, origin.fragment.order)
                 for index, box, to in pieces
+                for origin in [origins[sources[index].origin]]
                 if sender in (None, ranks[index])
             ),
             is_in_order,

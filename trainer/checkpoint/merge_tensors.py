@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.adapter_folder import PREFIX, ROWS_END, saved_module, scales_in
+from serried.configs.hugging_face.adapter_folder import PREFIX, ROWS_END, adapted_layers, saved_module, scales_in
+from serried.configs.hugging_face.expert_names import Matrix, for_all_experts, single_matrix
+from serried.parallel.checkpoint_mapping import in_order
 from serried.records.safetensors_files import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.tensors import Exported, mean_of_rows
 
@@ -24,9 +26,8 @@ class Built:
         for name, parameter in module.named_parameters():
             for fragment in exported(name, parameter.shape):
                 whole = self._tensors.setdefault(fragment.name, torch.empty(fragment.shape, dtype=parameter.dtype))
-                whole[fragment.theirs.indices()] = parameter.detach()[fragment.ours.indices()].view(
-                    fragment.theirs.sizes
-                )
+                ours = in_order(parameter.detach()[fragment.ours.indices()], fragment.order)
+                whole[fragment.theirs.indices()] = ours.view(fragment.theirs.sizes)
         self.specs = {name: TensorSpec(name, each.dtype, tuple(each.shape)) for name, each in self._tensors.items()}
 
     def named_like(self, names: Sequence[str]) -> "Built":
@@ -85,9 +86,8 @@ class Merged:
             UserError: The adapters do not fit the base model, or they contain a module in full, or the row of a token,
                 that adapters in ``base`` contain, too.
         """
-        end = ".lora_A.weight"
-        adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
-        self._base, self._adapters = base.named_like([f"{name}.weight" for name in adapted]), adapters
+        layers = adapted_layers(config, adapters.specs)
+        self._base, self._adapters = base.named_like([f"{name}.weight" for name in layers]), adapters
         heads = {name.removeprefix(PREFIX): each for name, each in adapters.specs.items() if ".lora_" not in name}
         self._rows = {
             f"{name.removesuffix(ROWS_END)}.weight": PREFIX + name for name in heads if name.endswith(ROWS_END)
@@ -101,29 +101,48 @@ class Merged:
             heads = {name: each for name, each in heads.items() if name not in left_out}
         kept = {name: each for name, each in self._base.specs.items() if name not in left_out}
         self._heads = {name: replace(each, name=name) for name, each in heads.items()}
-        self._refuse_unfit(adapted)
+        scales = scales_in(adapters.folder, layers.values())
+        self._updates: dict[str, _Update] = {}
+        """Updates of the merged weights, by the name of the tensor."""
+        experts = _single_matrices(self._base)
+        for name, layer in layers.items():
+            update = _Update(f"{PREFIX}{name}", factor * scales[layer])
+            if for_all_experts(name) == layer:
+                is_transposed = bool(config.get("fan_in_fan_out"))
+                self._updates[f"{name}.weight"] = update._replace(is_transposed=is_transposed)
+            elif layer in experts:
+                count = 1 + max(matrix.expert for matrix in experts[layer].values())
+                for tensor, matrix in experts[layer].items():
+                    self._updates[tensor] = update._replace(experts=count, matrix=matrix)
+            else:
+                is_transposed = f"{layer}_bias" in self._base.specs  # gpt-oss
+                shape = self._base.specs[layer].shape if layer in self._base.specs else (1,)
+                self._updates[layer] = update._replace(is_transposed=is_transposed, experts=shape[0], is_stacked=True)
+        self._refuse_unfit()
         self.specs: Mapping[str, TensorSpec] = kept | self._heads
-        self._scales = {name: factor * scale for name, scale in scales_in(adapters.folder, adapted).items()}
-        self.adapted = adapted
-        """Names of the layers whose weights are merged."""
-        self._is_transposed = bool(config.get("fan_in_fan_out"))
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
+        self._factors: tuple[str, tuple[Tensor, Tensor]] = ("", (torch.empty(0), torch.empty(0)))
+
+    @property
+    def adapted(self) -> set[str]:
+        """Names of the merged weights."""
+        return {*self._updates}
 
     def named_like(self, names: Sequence[str]) -> "Merged":
         del names
         return self
 
-    def _refuse_unfit(self, adapted: Sequence[str]) -> None:
+    def _refuse_unfit(self) -> None:
         folder, specs = self._adapters.folder, self._adapters.specs
-        for name in adapted:
-            shape = self._base.specs[f"{name}.weight"].shape if f"{name}.weight" in self._base.specs else None
-            inputs, outputs = (
-                specs[f"{PREFIX}{name}.lora_A.weight"].shape[1],
-                specs[f"{PREFIX}{name}.lora_B.weight"].shape[0],
-            )
-            if shape is None or sorted(shape) != sorted((inputs, outputs)):
+        for name, update in self._updates.items():
+            shape = self._base.specs[name].shape if name in self._base.specs else None
+            (rows, inputs), (outputs, columns) = (specs[tensor].shape for tensor in update.factors)
+            matrix = (inputs, outputs // update.matrix.parts)
+            fits = shape is not None and sorted(shape[-2:]) == sorted(matrix) and len(shape) == 2 + update.is_stacked
+            if not fits or rows != columns or rows % update.experts:
                 there = "the base model lacks it" if shape is None else f"its weight has shape {list(shape)}"
-                raise UserError(f"{folder} has an adapter of {name}, but {there}; use adapters of this base model")
+                layer = update.adapter.removeprefix(PREFIX)
+                raise UserError(f"{folder} has an adapter of {layer}, but {there}; use adapters of this base model")
         for name, stored in self._rows.items():
             if specs[stored].shape[0] != len(self._tokens):
                 raise UserError(
@@ -174,11 +193,10 @@ class Merged:
             return self._adapters.read_elements(PREFIX + name, first, count)
         if name in self._rows:
             return self._with_rows(name, first, self._base.read_elements(name, first, count))
-        module = PREFIX + name.removesuffix(".weight")
-        if f"{module}.lora_A.weight" not in self._adapters.specs:
+        if name not in self._updates:
             return self._base.read_elements(name, first, count)
         if self._merged[0] != name:
-            self._merged = name, self._added(name, module)
+            self._merged = name, self._added(name, self._updates[name])
         return self._merged[1][first : first + count].clone()
 
     def _with_rows(self, name: str, first: int, values: Tensor) -> Tensor:
@@ -192,14 +210,53 @@ class Merged:
                 values[begin - first : end - first] = row[begin - token * width : end - token * width].to(values)
         return values
 
-    def _added(self, name: str, module: str) -> Tensor:
+    def _added(self, name: str, update: "_Update") -> Tensor:
         weight = _whole(self._base, name)
-        weight = weight.T if self._is_transposed else weight
-        a, b = (_whole(self._adapters, f"{module}.{key}.weight") for key in ("lora_A", "lora_B"))
-        weight = weight + self._scales[module.removeprefix(PREFIX)] * (b @ a)
-        if (length := f"{module}.lora_magnitude_vector") in self._adapters.specs:
-            weight *= (_whole(self._adapters, length) / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
-        return (weight.T if self._is_transposed else weight).flatten()
+        matrices = weight.transpose(-1, -2) if update.is_transposed else weight
+        if self._factors[0] != update.adapter:  # kept, because the experts of a layer share them
+            a, b = (_whole(self._adapters, tensor) for tensor in update.factors)
+            self._factors = update.adapter, (a, b)
+        a, b = self._factors[1]
+        a, b = a.unflatten(0, (update.experts, -1)), b.unflatten(1, (-1, update.experts)).permute(2, 0, 1)
+        if update.is_stacked:
+            matrices.baddbmm_(b, a, alpha=update.scale)
+            return weight.flatten()
+        _, expert, index, parts = update.matrix
+        matrices += update.scale * (b[expert].chunk(parts)[index] @ a[expert])
+        if (length := f"{update.adapter}.lora_magnitude_vector") in self._adapters.specs:
+            lengths = torch.linalg.vector_norm(matrices, dim=1)
+            matrices *= (_whole(self._adapters, length) / lengths).unsqueeze(1)
+        return weight.flatten()
+
+
+class _Update(NamedTuple):
+    """Update of a weight by an adapter."""
+
+    adapter: str
+    """Beginning of the names of its tensors."""
+    scale: float
+    is_transposed: bool = False
+    """Whether the weight is [inputs, outputs] instead of [outputs, inputs]."""
+    experts: int = 1
+    """Number of experts that the adapter belongs to."""
+    is_stacked: bool = False
+    """Whether the weight contains the matrices of all these experts, instead of one matrix."""
+    matrix: Matrix = Matrix("", 0, 0, 1)
+    """Position of the matrix in an adapter of several matrices."""
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """Names of A and B."""
+        return f"{self.adapter}.lora_A.weight", f"{self.adapter}.lora_B.weight"
+
+
+def _single_matrices(base: "Base") -> dict[str, dict[str, Matrix]]:
+    """Return the tensors of ``base`` with the matrix of one expert, by the name of the layer that stacks them."""
+    found: dict[str, dict[str, Matrix]] = {}
+    for tensor in base.specs:
+        if matrix := single_matrix(tensor.removesuffix(".weight")):
+            found.setdefault(matrix.layer, {})[tensor] = matrix
+    return found
 
 
 Base = TensorFolder | Built | Resized | Merged

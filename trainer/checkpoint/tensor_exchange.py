@@ -1,12 +1,13 @@
 """Exchange of tensor pieces: owners receive one bucket at a time, while they write the previous bucket."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from serried.parallel.checkpoint_mapping import in_order
 from serried.trainer.checkpoint.file_assignment import Piece, Plan, Window, aligned
 
 
@@ -41,7 +42,8 @@ class Exchange:
             return
         position = 0
         for piece in chain(*self._sends[number]):
-            _view(self._outgoing, position, piece.dtype, piece.box.sizes).copy_(self._own(piece))
+            own = self._own(piece)
+            _view(self._outgoing, position, piece.dtype, own.shape).copy_(own)
             position += aligned(piece.nbytes)
         out, into = ([_room(pieces) for pieces in side[number]] for side in (self._sends, self._receives))
         self._under_way = dist.all_to_all_single(
@@ -65,7 +67,7 @@ class Exchange:
                 if piece.source == self._rank:
                     found.append(self._own(piece))
                     continue
-                found.append(_view(incoming, begins[piece.source], piece.dtype, piece.box.sizes))
+                found.append(_view(incoming, begins[piece.source], piece.dtype, piece.place.sizes))
                 begins[piece.source] += aligned(piece.nbytes)
             if not window.is_in_order:
                 whole = _view(self._placed, placed, window.spec.dtype, window.sizes)
@@ -75,7 +77,7 @@ class Exchange:
         return contents
 
     def _own(self, piece: Piece) -> Tensor:
-        return self._staged[piece.part][piece.box.indices()]
+        return in_order(self._staged[piece.part][piece.box.indices()], piece.order)
 
 
 def put_into_place(whole: Tensor, window: Window, contents: list[Tensor]) -> Tensor:
@@ -85,7 +87,7 @@ def put_into_place(whole: Tensor, window: Window, contents: list[Tensor]) -> Ten
     return whole
 
 
-def _view(buffer: Tensor, position: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+def _view(buffer: Tensor, position: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
     """Return a slice of a byte buffer as a tensor."""
     nbytes = dtype.itemsize * torch.Size(sizes).numel()
     return buffer[position : position + nbytes].view(dtype).view(sizes)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import CONFIG
 from serried.configs.plain_data import read_json
-from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.checkpoint_mapping import Fragment, in_order
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor, persistent_buffers, tied_names
 from serried.parallel.layout.shard_specs import Box
@@ -331,9 +331,9 @@ def _differences(
     extra = [name for name in extra if folder.specs[name].numel]  # ignore empty tensors, such as absent shared experts
     extra = [name for name in extra if not name.startswith(drafts) and not any(re.search(key, name) for key in unread)]
     shaped = {
-        name: f"{name} has shape {list(folder.specs[name].shape)}, not {list(fragment.shape)}"
+        name: f"{name} has shape {list(folder.specs[name].shape)}, not {list(fragment.stored_shape)}"
         for name, fragment in wanted.items()
-        if name in folder.specs and folder.specs[name].shape != fragment.shape
+        if name in folder.specs and folder.specs[name].shape != fragment.stored_shape
     }
     return _Differences(missing, extra, shaped)
 
@@ -388,9 +388,9 @@ def _fill_part(folder: TensorFolder, part: Part) -> None:
     for fragment in part.fragments:
         ours = box.overlap(fragment.ours)
         if ours.numel:
-            into = local[ours.seen_from(box).indices()]
+            into = in_order(local[ours.seen_from(box).indices()], fragment.order)
             theirs = fragment.there(ours)
-            _read(folder, fragment.name, theirs, into.view(theirs.sizes))
+            _read(folder, fragment, theirs, into.view(theirs.sizes))
 
 
 def _fill_added_rows(folder: TensorFolder, parts: Iterable[Part]) -> None:
@@ -420,12 +420,12 @@ def mean_of_rows(folder: Readable, name: str) -> Tensor:
     return torch.from_numpy(total / rows).float().view(rest)
 
 
-def _read(folder: TensorFolder, name: str, box: Box, into: Tensor) -> None:
+def _read(folder: TensorFolder, fragment: Fragment, box: Box, into: Tensor) -> None:
     """Read ``box`` of a tensor into ``into``: read full rows from the file, then select the columns."""
-    spec = folder.specs[name]
-    for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
-        first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))
-        values = folder.read_elements(name, first, window.numel).view(window.sizes)
+    shape = fragment.shape
+    for window in windows_of(shape, _PIECE_BYTES // folder.specs[fragment.name].dtype.itemsize, box):
+        first = sum(start * prod(shape[dim + 1 :]) for dim, start in enumerate(window.starts))
+        values = folder.read_elements(fragment.name, first, window.numel).view(window.sizes)
         shared = window.overlap(box)
         into[shared.seen_from(box).indices()] = values[shared.seen_from(window).indices()]
 

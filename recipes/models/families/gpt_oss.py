@@ -21,12 +21,14 @@ from serried.recipes.models.families.moe import (
     MoETransformer,
     Router,
     StackedExperts,
-    product_of_experts,
 )
 
 
 class GptOssExperts(StackedExperts):
     """Feed-forwards with biases and a clamped SwiGLU."""
+
+    fused: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_up_proj",), "down_proj": ("down_proj",)}
+    is_transposed = True
 
     def __init__(self, config: GptOssSection) -> None:
         super().__init__()
@@ -40,16 +42,15 @@ class GptOssExperts(StackedExperts):
         self.down_proj_bias = nn.Parameter(torch.empty(experts, dim))
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        multiply = product_of_experts(rows, counts, up)
+        multiply = self.product(rows, counts)
         every = torch.arange(len(counts), device=rows.device)
         expert = every.repeat_interleave(counts, output_size=len(rows))
         # Biases are added as a matrix product, whose backward has a fixed order of additions on a GPU too.
         chosen = (expert.unsqueeze(1) == every).to(rows.dtype)  # [N, E]
-        both = multiply(rows, up) + chosen @ self.gate_up_proj_bias.to(rows.dtype)
+        both = multiply(rows, "gate_up_proj") + chosen @ self.gate_up_proj_bias.to(rows.dtype)
         gate, other = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
         hidden = (other + 1) * gate * torch.sigmoid(gate * self.alpha)
-        return multiply(hidden, down) + chosen @ self.down_proj_bias.to(rows.dtype)
+        return multiply(hidden, "down_proj") + chosen @ self.down_proj_bias.to(rows.dtype)
 
 
 class GptOssTransformer(MoETransformer):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.lora import ExpertAdapter, add_to_experts
 from serried.parallel.plan import Dispatch, ParallelPlan
 from serried.recipes.models.families.llama import (
     ROLES,
@@ -111,6 +112,19 @@ def as_gathered(weight: Tensor, rows: Tensor) -> Tensor:
 class StackedExperts(nn.Module):
     """Feed-forwards with stacked weights: all experts of the layer, or this rank's shard of them."""
 
+    fused: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    """Stacked matrices by their name in transformers, which concatenates the rows of some. PEFT adapts them by these
+    names."""
+    is_single_in_peft = True
+    """Whether PEFT also opens adapters that name the matrices of each expert."""
+    is_transposed = False
+    """Whether the stacked matrices are [E, inputs, outputs] instead of [E, outputs, inputs]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters: dict[str, ExpertAdapter] = {}
+        """Adapters of stacked matrices, by the name of the matrices."""
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, D], ordered by expert with ``counts`` [E] rows each, to [N, D]."""
         if rows.dtype == torch.float16:
@@ -122,6 +136,22 @@ class StackedExperts(nn.Module):
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute ``forward`` in the dtype of ``rows``."""
         raise NotImplementedError
+
+    def product(self, rows: Tensor, counts: Tensor) -> Callable[[Tensor, str], Tensor]:
+        """Return a function that multiplies rows by the stacked matrices of a name, including their adapters.
+
+        Args:
+            rows: the input of the experts, [N, D], ordered by expert.
+            counts: number of rows of each expert, [E].
+        """
+        by_expert = product_of_experts(rows, counts)
+
+        def multiply(rows: Tensor, name: str) -> Tensor:
+            matrices = getattr(self, name)
+            output = by_expert(rows, matrices.transpose(1, 2) if self.is_transposed else matrices)
+            return add_to_experts(self, name, rows, output, by_expert)
+
+        return multiply
 
 
 class Experts(StackedExperts):
@@ -135,36 +165,32 @@ class Experts(StackedExperts):
         self.down_proj = nn.Parameter(torch.empty(config.experts, *narrow))
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        multiply = product_of_experts(rows, counts, self.gate_proj)
-        hidden = F.silu(multiply(rows, self.gate_proj)) * multiply(rows, self.up_proj)
-        return multiply(hidden, self.down_proj)
+        multiply = self.product(rows, counts)
+        hidden = F.silu(multiply(rows, "gate_proj")) * multiply(rows, "up_proj")
+        return multiply(hidden, "down_proj")
 
 
-def product_of_experts(rows: Tensor, counts: Tensor, largest: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def product_of_experts(rows: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that multiplies each row by the matrix of its expert: rows [N, inputs] and stacked matrices [E,
     outputs, inputs] give [N, outputs], in the dtype of the rows.
 
     Args:
         rows: the input of the experts, [N, D], ordered by expert.
         counts: number of rows of each expert, [E].
-        largest: stacked matrices with the largest sizes.
     """
-    if not can_group(rows, largest):
-        sizes = counts.tolist()
-
-        def looped(rows: Tensor, weight: Tensor) -> Tensor:
-            matrices = weight.to(rows.dtype)
-            return torch.cat([F.linear(piece, matrices[expert]) for expert, piece in enumerate(rows.split(sizes))])
-
-        return looped
     offsets = counts.cumsum(0).to(torch.int32)
     is_unwritten = _leaves_gradients_unwritten(rows.device)
+    sizes: list[int] = []  # read only if needed, since the host then waits for the device
 
-    def grouped(rows: Tensor, weight: Tensor) -> Tensor:
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
         matrices = weight.to(rows.dtype)
-        return _grouped(rows, _WrittenGradient.apply(matrices, counts) if is_unwritten else matrices, offsets)
+        if can_group(rows, weight):
+            return _grouped(rows, _WrittenGradient.apply(matrices, counts) if is_unwritten else matrices, offsets)
+        if not sizes:
+            sizes.extend(counts.tolist())
+        return torch.cat([F.linear(piece, matrices[expert]) for expert, piece in enumerate(rows.split(sizes))])
 
-    return grouped
+    return multiply
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:

@@ -200,6 +200,7 @@ class GatedMixture(MixtureOfExperts):
     def __init__(self, config: Qwen3NextSection) -> None:
         super().__init__(config)
         self.shared_gate = Linear(config.dim, 1, bias=False)
+        self.experts.is_single_in_peft = config.family == "qwen3_next"  # PEFT 0.21 has no names for the other family
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.shared_experts is not None

@@ -36,6 +36,8 @@ class Adapter:
     """Whether the adapter is active; see ``without_adapters``."""
     sum: Callable[[Tensor], Tensor] | None = None
     """Sums the product with A over ranks if the layer's inputs are sharded. Set by the tensor axis."""
+    sum_squares: Callable[[Tensor], Tensor] | None = None
+    """Sums squared norms of rows over ranks if the layer's inputs are sharded. Set by the tensor axis."""
 
 
 @dataclass
@@ -155,10 +157,13 @@ def _add_scaled(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> T
         return output
     x, weight = _dropped(module, arguments[0]), module.weight.T if adapter.is_conv1d else module.weight
     bias = 0 if module.bias is None else module.bias.to(output.dtype)
-    plain = output - bias if x is arguments[0] else linear(x, weight)
+    plain = output - bias if x is arguments[0] else _summed(adapter, linear(x, weight))
     with torch.no_grad():  # no gradient through the norm, as in the paper and in PEFT
         both = weight + adapter.scale * (getattr(module, B) @ getattr(module, A)).to(weight.dtype)
-        length = torch.linalg.vector_norm(both.float(), dim=1)
+        if adapter.sum_squares is None:
+            length = torch.linalg.vector_norm(both.float(), dim=1)
+        else:
+            length = adapter.sum_squares(both.float().square().sum(1)).sqrt()
     # Both in the compute dtype, in which sharded parameters are gathered, so that results are the same with and without
     # sharding.
     factor = getattr(module, MAGNITUDE).to(output.dtype) / length.to(output.dtype)
@@ -167,10 +172,12 @@ def _add_scaled(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> T
 
 def _product(module: Any, x: Tensor) -> Tensor:
     adapter: Adapter = module.adapter
-    hidden = linear(x, getattr(module, A))
-    if adapter.sum is not None:
-        hidden = adapter.sum(hidden)
+    hidden = _summed(adapter, linear(x, getattr(module, A)))
     return linear(hidden, getattr(module, B)) * adapter.scale
+
+
+def _summed(adapter: Adapter, product: Tensor) -> Tensor:
+    return product if adapter.sum is None else adapter.sum(product)
 
 
 def _dropped(module: Any, x: Tensor) -> Tensor:

@@ -39,6 +39,12 @@ def quantize(module: nn.Linear) -> None:
     module.weight = nn.Parameter(packed, requires_grad=False)
     module.weight.whole_shape = weight.shape  # type: ignore[attr-defined]
     module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+    module.product = _product  # type: ignore[assignment]  # for the tensor axis, which replaces forward
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether the weight of ``module`` is quantized."""
+    return getattr(module, "product", None) is _product
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -60,6 +66,13 @@ def pack(rows: Tensor) -> Tensor:
     codes = torch.bucketize(blocks / scales.clamp(min=1e-30).unsqueeze(2), between).to(torch.uint8).flatten(1)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     return torch.cat((pairs, scales.contiguous().view(torch.uint8)), 1).view(torch.bfloat16)
+
+
+def inputs_of_shard(packed: Tensor, shard: int, shards: int) -> Tensor:
+    """Return the packed weights of one of several equal shards of the inputs, which do not split blocks."""
+    columns = packed.shape[1] * BLOCK // (BLOCK // 2 + 4) // 2  # of the levels; the others contain the scales
+    parts = packed.split([columns, packed.shape[1] - columns], 1)
+    return torch.cat([part.chunk(shards, 1)[shard] for part in parts], 1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,9 +97,14 @@ def _kept_levels(device: torch.device) -> Tensor:
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return _product(x, module.weight, module.bias)
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return _PackedLinear.apply(x, module.weight, module.bias)
+    product: Tensor = _PackedLinear.apply(x, packed, bias)
+    return product
 
 
 class _PackedLinear(torch.autograd.Function):

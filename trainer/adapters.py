@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from serried.configs.errors import UserError
@@ -27,6 +28,7 @@ from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import AdapterSection
 from serried.configs.similar_names import nearest, nearest_pattern
 from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.initialize import initialize_uniform
 from serried.parallel.layout.local_shards import HeldTensor, is_sharded
 from serried.parallel.lora import MAGNITUDE, A, Adapter, B, attach, is_linear
@@ -275,10 +277,13 @@ class Adapters:
             whole = self.packed[held.name]
             (part,) = self._of_base(held.name, whole)
             first, step = part.theirs.starts[0] + held.box.starts[0], max(1, _PIECE_NUMBERS // whole[1])
+            shards = held.spec.shape[1] // held.box.sizes[1]  # of the inputs
+            columns = slice(*(whole[1] // shards * (held.box.starts[1] // held.box.sizes[1] + end) for end in (0, 1)))
             for start in range(0, held.box.sizes[0], step):
                 into = held.local[start : start + step].view(torch.uint8)
                 values = tensors.read_elements(part.name, (first + start) * whole[1], len(into) * whole[1])
-                into.copy_(pack(values.view(len(into), whole[1]).to(into.device)).view(torch.uint8))
+                rows = values.view(len(into), whole[1])[:, columns]
+                into.copy_(pack(rows.to(into.device)).view(torch.uint8))
 
     @torch.no_grad()
     def load_rows(self, folder: Path | None, parameters: Iterable[HeldTensor]) -> None:
@@ -301,13 +306,13 @@ class Adapters:
                 held.local[index] = row[held.box.columns()].to(held.local)
 
     @torch.no_grad()
-    def initialize(self, parameters: Iterable[HeldTensor], seed: int) -> None:
+    def initialize(self, parallel: DistributedModel, seed: int) -> None:
         """Initialize the adapters so that they add zero.
 
         A is initialized as in PEFT, B to zero, and DoRA's magnitudes to the row norms of the base weights, which must
         already be loaded.
         """
-        held = {parameter.name: parameter for parameter in parameters}
+        held = {parameter.name: parameter for parameter in parallel.parameters}
         for name, parameter in held.items():
             owner, key = _owner_and_key(name)
             if owner not in self._ranks:
@@ -317,7 +322,7 @@ class Adapters:
             elif key == B:
                 parameter.local.zero_()
             elif key == MAGNITUDE:
-                lengths = _lengths(held[f"{owner}.weight"].tensor, 0 if self._is_conv1d else 1)
+                lengths = _lengths(held[f"{owner}.weight"], 1 if self._is_conv1d else 0, parallel)
                 parameter.local.copy_(lengths[parameter.box.indices()])
 
     def write_config(self, folder: Path, base: str | None, further: Mapping[str, Any]) -> None:
@@ -539,9 +544,18 @@ def _modules_in_checkpoint(model: nn.Module, heads: Iterable[str], exported: Exp
     )
 
 
-def _lengths(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    lengths = torch.linalg.vector_norm(weight.detach().float(), dim=dim)
-    return lengths.full_tensor() if is_sharded(lengths) else lengths
+def _lengths(weight: HeldTensor, dim: int, parallel: DistributedModel) -> torch.Tensor:
+    """Return the norms of the full rows of a weight, whose outputs are along ``dim``."""
+    lengths = torch.linalg.vector_norm(weight.tensor.detach().float(), dim=1 - dim)
+    lengths = lengths.full_tensor() if is_sharded(lengths) else lengths
+    if "tensor" not in weight.spec.sliced_axes:
+        return lengths
+    squares = torch.zeros(weight.spec.shape[dim], device=lengths.device)
+    is_of_rows = any(cut.dim == dim and cut.axes == ("tensor",) for cut in weight.spec.slices)
+    first = len(lengths) * parallel.place.tensor * is_of_rows
+    squares[first : first + len(lengths)] = lengths.square()
+    dist.all_reduce(squares, group=parallel.groups.tensor)
+    return squares.sqrt()
 
 
 def _owner_and_key(name: str) -> tuple[str, str]:

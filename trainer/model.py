@@ -99,7 +99,7 @@ class Model:
         if self.adapters is not None:
             self.adapters.load_rows(weights, parallel.parameters)
         if self.adapters is not None:
-            self.adapters.initialize(parallel.parameters, seed)
+            self.adapters.initialize(parallel, seed)
 
     def load_adapters(self, folder: Path, parallel: DistributedModel) -> None:
         """Load the adapters and the fully trained heads of the sharded model from ``folder``."""

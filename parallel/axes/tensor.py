@@ -36,17 +36,18 @@ from serried.parallel.fp16_weight_gradients import linear
 from serried.parallel.layout.mesh import Coordinates, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import Slice, chunk
+from serried.parallel.nf4 import BLOCK, inputs_of_shard, is_quantized
 from serried.parallel.plan import ParallelPlan, Vocabulary, Width
 from serried.parallel.token_rows import share_tokens
 
 _SLICED_DIMS = {
     "vocabulary": {"weight": 0},
     "head": {"weight": 0},
-    "column": {"weight": 0, "bias": 0, "lora_B": 0},
+    "column": {"weight": 0, "bias": 0, "lora_B": 0, "lora_magnitude": 0},
     "row": {"weight": 1, "lora_A": 1},
     "norm": {"weight": 0},
     "heads": {"weight": 0},
-    "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0},
+    "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0, "lora_magnitude": 0},
     "conv1d_row": {"weight": 0, "lora_A": 1},
 }
 """Sharded dim of each parameter of a module, by role. Other parameters are replicated."""
@@ -99,7 +100,7 @@ class Tensors:
             elif role in ("row", "conv1d_row"):
                 each.forward = MethodType(multiply[role], each)
                 if adapter := getattr(each, "adapter", None):
-                    adapter.sum = stream.sum
+                    adapter.sum, adapter.sum_squares = stream.sum, partial(collectives.all_sum, group=group)
             elif role == "norm":
                 each.width = DividedWidth(group)
             elif role == "head":
@@ -116,6 +117,8 @@ class Tensors:
                 if parameter not in sliced:  # several modules may share one
                     start, size = chunk(parameter.shape[dim], layout.tensor, place.tensor)
                     values = parameter.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+                    if dim and is_quantized(module.get_submodule(name.rpartition(".")[0])):
+                        values = inputs_of_shard(parameter.detach(), place.tensor, layout.tensor)
                     sliced[parameter] = nn.Parameter(values, parameter.requires_grad)
                 owner, _, key = name.rpartition(".")
                 setattr(module.get_submodule(owner), key, sliced[parameter])
@@ -277,12 +280,24 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         # Compared by name, to avoid importing transformers.
         fits = fits and (role != "conv1d_row" or forward.__qualname__ == "Conv1D.forward")
         options = []
+    if role == "row" and is_quantized(module):
+        _check_blocks(name, module, layout)
     if not fits or options:
         own = f"has its own forward ({type(module).__name__})"
         why = f"is an embedding with {', '.join(options)}" if fits else own
         raise UserError(
             f"parallel.tensor={layout.tensor}: {name} has the role {role} but {why}, and tensor parallelism would "
             "ignore this; use parallel.tensor=1, or change the module or its role in parallel_plan()"
+        )
+
+
+def _check_blocks(name: str, module: Any, layout: Layout) -> None:
+    """Raise ``UserError`` if shards of the inputs of a quantized layer would split quantization blocks."""
+    if module.in_features % (BLOCK * layout.tensor):
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: {name} has {module.in_features} inputs, and their shards would split "
+            f"the blocks of {BLOCK} numbers of adapter.quantize=nf4; use a smaller parallel.tensor, or "
+            "adapter.quantize=none"
         )
 
 

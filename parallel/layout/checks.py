@@ -74,16 +74,6 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"precision.gather=float8 with parallel={section.strategy}: no weights are gathered; use "
             "precision.gather=bf16, or parallel=fsdp"
         )
-    if config.adapter.quantize != "none" and layout.tensor > 1:
-        raise UserError(
-            f"adapter.quantize={config.adapter.quantize} with parallel.tensor={layout.tensor}: tensor sharding would "
-            "split quantization blocks; use parallel.tensor=1, or adapter.quantize=none"
-        )
-    if config.adapter.method == "dora" and layout.tensor > 1:
-        raise UserError(
-            f"adapter.method=dora with parallel.tensor={layout.tensor}: DoRA needs the norm of full rows of a weight; "
-            "use parallel.tensor=1, or adapter=lora"
-        )
     if config.trainer.evaluate and layout.pipeline * layout.context > 1:
         axis = "pipeline" if layout.pipeline > 1 else "context"
         raise UserError(

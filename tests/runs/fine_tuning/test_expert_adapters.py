@@ -166,7 +166,7 @@ def test_losses_and_adapters_of_experts_are_the_same_on_every_layout(
         torch.testing.assert_close(found[name], tensor, atol=1e-3, rtol=0)
 
 
-MADE_BY_PEFT = {
+MADE_BY_PEFT: dict[str, dict[str, Any]] = {
     "stacked": {
         "target_modules": ["q_proj"],
         "target_parameters": SHARED,

@@ -16,6 +16,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import described_adapters
 from serried.configs.schema.sections import AdapterSection
+from serried.parallel.axes.tensor import check_roles
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.nf4 import _LEVELS, pack, unpack
 from serried.parallel.plan import ParallelPlan
@@ -208,6 +209,22 @@ def test_losses_of_two_ranks_equal_those_of_one(
     ranks = 3 if layout == "uneven" else 2
     found = losses(cluster, ranks, lora(models, tmp_path / "run", *LAYOUTS[layout]), tmp_path / "run")
     assert found == pytest.approx(single[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_dora_on_tensor_ranks_equals_that_of_one(cluster: Cluster, models: Path, tmp_path: Path, model: str) -> None:
+    """Row norms of weights whose inputs are divided are summed over ranks."""
+    argv = lora(models, tmp_path / "one", *DORA, model=model)
+    assert runs.run_here(argv).code == 0
+    for sequence in (True, False):
+        run_dir = tmp_path / f"sequence-{sequence}"
+        more = ["parallel=fsdp", "parallel.tensor=2", f"parallel.sequence={sequence}"]
+        found = losses(cluster, 2, lora(models, run_dir, *DORA, *more, model=model), run_dir)
+        assert found == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
+        saved = runs.weights(run_dir, "adapter_model")
+        for name, tensor in runs.weights(tmp_path / "one", "adapter_model").items():
+            torch.testing.assert_close(saved[name], tensor, atol=1e-3, rtol=0)
 
 
 def test_stopped_run_resumes_on_other_ranks_and_bitwise_on_the_same(
@@ -447,6 +464,13 @@ def test_batch_norm_with_adapters_is_refused() -> None:
         Adapters(AdapterSection(method="lora"), model, ParallelPlan(), task_for_run(Points()).exported)
 
 
+def test_blocks_of_quantized_weights_are_not_split_by_tensor_ranks() -> None:
+    words = ["adapter.quantize=nf4", "model.dim=128", "model.hidden_dim=192", "model.layers=1"]
+    model = meta_model("model=tiny", *words)
+    with pytest.raises(UserError, match=r"down_proj has 192 inputs, and their shards would split the blocks of 64"):
+        check_roles(model.module, model.plan, Layout("fsdp", tensor=2))
+
+
 def test_plan_of_an_8b_model_fits_one_gpu_with_its_base_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=lora", "model=llama8b", "data.tokenizer=bytes", "launch.device=cpu", "dry_run=true"]
     assert main(words) == 0
@@ -520,14 +544,21 @@ def test_quantized_numbers_are_the_nearest_levels_of_their_blocks() -> None:
     torch.testing.assert_close(unpack(packed, torch.float32), levels.gather(3, nearest).flatten(1), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), pytest.param("bf16", 2e-3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("precision", "tensor", "bound"),
+    [
+        ("fp32", 2, 1e-5),
+        pytest.param("fp32", 1, 1e-5, marks=pytest.mark.slow),
+        pytest.param("bf16", 1, 2e-3, marks=pytest.mark.slow),
+    ],
+)
 def test_qlora_equals_lora_of_the_dequantized_model(
-    cluster: Cluster, tmp_path: Path, models: Path, precision: str, bound: float
+    cluster: Cluster, tmp_path: Path, models: Path, precision: str, tensor: int, bound: float
 ) -> None:
-    """Begun on two ranks that shard the bits, resumed on one."""
+    """Begun on two ranks that divide the bits, by rows or between blocks; resumed on one."""
     import transformers
 
-    config = transformers.LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 128}, **HEADS)
+    config = transformers.LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 128}, **HEADS)
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "base")
     with torch.no_grad():
@@ -539,7 +570,7 @@ def test_qlora_equals_lora_of_the_dequantized_model(
     plain = lora(models, tmp_path / "plain", f"model.path={tmp_path / 'rounded'}", *more)
     assert runs.run_here(plain).code == 0
     argv = lora(models, tmp_path / "run", "recipe=qlora", f"model.path={tmp_path / 'base'}", *more)
-    losses(cluster, 2, [*argv, "parallel=fsdp", "trainer.stop_at=2"], tmp_path / "run", 75)
+    losses(cluster, 2, [*argv, "parallel=fsdp", f"parallel.tensor={tensor}", "trainer.stop_at=2"], tmp_path / "run", 75)
     assert runs.run_here(argv).code == 0
     want, found = (runs.losses(tmp_path / name) for name in ("plain", "run"))
     assert len(found) == 4

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.parallel.fp16_weight_gradients import linear
-from serried.parallel.layout.local_shards import evaluating
+from serried.parallel.initialize import normal_rows
+from serried.parallel.layout.local_shards import HeldTensor, evaluating
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 """Names of the adapter parameters, of shapes [R, I], [O, R] and, with DoRA, [O]."""
@@ -131,6 +132,28 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.is_on = True
+
+
+@torch.no_grad()
+def initialize_orthogonal(held: HeldTensor, key: str, weight: str, seed: int) -> None:
+    """Fill this rank's shard of A or B so that their product is zero (https://datta0.github.io/posts/rethink-lora-init).
+
+    The rows of both are combinations of different rows of one orthogonal matrix.
+
+    Args:
+        held: Parameter A or B, given by ``key``.
+        key: ``A`` or ``B``.
+        weight: Name of the adapted weight. Layers that share A must have the same name.
+        seed: Seed of the initialization.
+    """
+    rank, size = held.spec.shape if key == A else reversed(held.spec.shape)
+    rows = torch.linalg.qr(normal_rows(seed, f"{weight}.orthogonal", (rank, rank), 0, rank).double()).Q
+    if key == A:
+        values = normal_rows(seed, held.name, (size, rank // 2), 0, size).double() @ rows[0::2]
+        values = values.T
+    else:
+        values = normal_rows(seed, held.name, (rank // 2, size), 0, rank // 2).double().T @ rows[1::2]
+    held.local.copy_(values[held.box.indices()] / 10)
 
 
 def adapters_of(model: nn.Module) -> list[Adapter | ExpertAdapter]:

@@ -31,7 +31,7 @@ from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.initialize import initialize_uniform
 from serried.parallel.layout.local_shards import HeldTensor, is_sharded
-from serried.parallel.lora import MAGNITUDE, A, Adapter, B, attach, is_linear
+from serried.parallel.lora import MAGNITUDE, A, Adapter, B, attach, initialize_orthogonal, is_linear
 from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.token_rows import ROWS, attach_rows, with_rows
@@ -193,6 +193,8 @@ class Adapters:
             raise UserError(
                 f"adapter.dropout={section.dropout:g}: PEFT opens {what} only without dropout; use adapter.dropout=0"
             )
+        if section.init == "orthogonal":
+            raise UserError(f"adapter.init=orthogonal: PEFT has no such values for {what}; use adapter.init=uniform")
         if not next(iter(stacks.values())).singles:
             return
         instead = "use the names of stacked experts, such as 'adapter.modules=[gate_up_proj,down_proj]'"
@@ -309,15 +311,17 @@ class Adapters:
     def initialize(self, parallel: DistributedModel, seed: int) -> None:
         """Initialize the adapters so that they add zero.
 
-        A is initialized as in PEFT, B to zero, and DoRA's magnitudes to the row norms of the base weights, which must
-        already be loaded.
+        A and B are initialized as in PEFT, by default B to zero. DoRA's magnitudes are the row norms of the base
+        weights, which must already be loaded.
         """
         held = {parameter.name: parameter for parameter in parallel.parameters}
         for name, parameter in held.items():
             owner, key = _owner_and_key(name)
             if owner not in self._ranks:
                 continue
-            if key == A:
+            if key in (A, B) and self._section.init == "orthogonal":
+                initialize_orthogonal(parameter, key, self._weights[owner].name, seed)
+            elif key == A:
                 initialize_uniform(parameter, 1 / math.sqrt(parameter.spec.shape[-1]), seed)
             elif key == B:
                 parameter.local.zero_()

@@ -235,6 +235,8 @@ class AdapterSection(Section):
     """Dropout probability of the adapter inputs."""
     scale: Literal["standard", "rslora"] = "standard"
     """``rslora`` multiplies by alpha / sqrt(rank) instead, for large ranks (arXiv 2312.03732)."""
+    init: Literal["uniform", "orthogonal"] = "uniform"
+    """Initial values. ``uniform``: the second matrix is zero; ``orthogonal``: neither is zero, but their product is."""
     quantize: Literal["none", "nf4"] = "none"
     """``nf4``: store the frozen linear layers of the blocks in 4 bits (QLoRA)."""
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
@@ -264,8 +266,11 @@ class AdapterSection(Section):
             )
         if self.merge and self.path is None:
             yield "adapter.merge=true names no adapters to merge; use adapter.path=FOLDER, or adapter.merge=false"
-        names = ["rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern"]
-        names += ["trainable_token_indices"]
+        odd = [rank for rank in (self.rank, *self.rank_pattern.values()) if rank % 2]
+        if self.init == "orthogonal" and odd:
+            yield f"adapter.init=orthogonal needs even ranks, but one is {odd[0]}; use adapter.init=uniform"
+        names = ["rank", "alpha", "dropout", "scale", "init", "modules", "modules_to_save"]
+        names += ["rank_pattern", "alpha_pattern", "trainable_token_indices"]
         if len({*self.trainable_token_indices}) < len(self.trainable_token_indices):
             yield "adapter.trainable_token_indices names a token twice; name each once"
         for name in names if self.method == "none" else ():

@@ -17,7 +17,10 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import described_adapters
 from serried.configs.schema.sections import AdapterSection
 from serried.parallel.axes.tensor import check_roles
+from serried.parallel.initialize import normal_rows
+from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
+from serried.parallel.lora import A, B, initialize_orthogonal
 from serried.parallel.nf4 import _LEVELS, pack, unpack
 from serried.parallel.plan import ParallelPlan
 from serried.program import main
@@ -209,6 +212,38 @@ def test_losses_of_two_ranks_equal_those_of_one(
     ranks = 3 if layout == "uneven" else 2
     found = losses(cluster, ranks, lora(models, tmp_path / "run", *LAYOUTS[layout]), tmp_path / "run")
     assert found == pytest.approx(single[1], abs=1e-5)
+
+
+def test_orthogonal_initial_values_are_those_of_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    import peft
+
+    layer = peft.tuners.lora.Linear(nn.Linear(10, 6), "default", peft.LoraConfig(init_lora_weights=False), r=4)
+    found, drawn = {}, []
+    for key, shape in ((A, (4, 10)), (B, (6, 4))):
+        held = HeldTensor.whole(f"layer.{key}", torch.empty(shape))
+        initialize_orthogonal(held, key, "layer.weight", 5)
+        found[key] = held.tensor
+    draws = {"layer.weight.orthogonal": (4, 4), "layer.lora_A": (10, 2), "layer.lora_B": (2, 6)}
+    for name, shape in draws.items():
+        drawn.append(normal_rows(5, name, shape, 0, shape[0]))
+    monkeypatch.setattr(torch, "randn", lambda *shape: next(each for each in drawn if each.shape == shape))
+    layer.orthogonal_init("default")
+    torch.testing.assert_close(found[A], layer.lora_A["default"].weight.data)
+    torch.testing.assert_close(found[B], layer.lora_B["default"].weight.data)
+    assert (found[B] @ found[A]).abs().max() < 1e-6 < found[B].abs().max()
+
+
+@pytest.mark.slow
+def test_run_with_orthogonal_initial_values_starts_from_the_base_model_on_tensor_ranks_too(
+    cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]]
+) -> None:
+    argv = lora(models, tmp_path / "one", "adapter.init=orthogonal", "trainer.steps=2")
+    assert runs.run_here(argv).code == 0
+    more = ["adapter.init=orthogonal", "trainer.steps=2", "parallel=fsdp", "parallel.tensor=2"]
+    found = losses(cluster, 2, lora(models, tmp_path / "two", *more), tmp_path / "two")
+    assert found == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
+    assert found[0] == pytest.approx(single[1][0], abs=1e-5)
+    assert abs(found[1] - single[1][1]) > 1e-4
 
 
 @pytest.mark.slow

@@ -385,14 +385,19 @@ def _targets(config: ForeignConfig, out: Converted) -> None:
     if outside := [name for name in names if name in ("lm_head", "embed_tokens", "embedding")]:
         out.lack(f"adapters of {', '.join(outside)}", "only linear layers of the blocks can have adapters")
         names = [name for name in names if name not in outside]
-    if not names and "targets_all" not in config and config.title in ("TRL", "axolotl"):
+    experts = config.words("target_parameters")
+    if not names and not experts and "targets_all" not in config and config.title in ("TRL", "axolotl"):
         out.set("adapter.modules", ["q_proj", "v_proj"])
         out.explained.append(
             "adapter.modules=[q_proj,v_proj]: the file does not name layers; these are PEFT's default for Llama, "
             "Mistral, Qwen and Gemma; leave it out to adapt all linear layers of the blocks"
         )
     if config.flag("targets_all") or {"all", "all-linear"} & {*names} or {*names} >= _LINEAR_LAYERS:
-        return
+        if not experts:
+            return
+        names = ["*.self_attn.*"]
+        out.explained.append("adapter.modules names attention layers too, since experts have adapters only by name")
+    names += experts
     if any(not re.fullmatch(r"[\w.*]+", name) for name in names):
         out.lack(config.said("targets"), "patterns must be glob patterns; write 'adapter.modules=[*.layers.3.*]'")
         return

@@ -439,6 +439,9 @@ def test_tokens_adapters_and_rope_are_kept(tmp_path: Path) -> None:
     started = conversion(tmp_path, {**BASES["axolotl"], "lora_model_dir": "adapters", "lora_r": 8}).overrides
     assert started["adapter.path"] == "adapters"
     assert "adapter.rank" not in started  # a key that contradicts the adapters is refused
+    experts = {"lora_target_linear": True, "lora_target_parameters": ["mlp.experts.gate_up_proj"]}
+    overrides = conversion(tmp_path, {**BASES["axolotl"], **experts}).overrides
+    assert overrides["adapter.modules"] == "[*.self_attn.*,mlp.experts.gate_up_proj]"
     special = conversion(tmp_path, {**BASES["LLaMA-Factory"], "add_special_tokens": "<|a|>, <|b|>"})
     assert special.lists["data.add_special_tokens"] == ["<|a|>", "<|b|>"]
 

@@ -273,11 +273,13 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
     section, what = config.adapter, ""
     if section.method != "none":
         adapters = adapters_of(model)
-        stacks = sum(isinstance(adapter, ExpertAdapter) for adapter in adapters)
+        stacks = [adapter for adapter in adapters if isinstance(adapter, ExpertAdapter)]
         ranks = sorted({section.rank, *section.rank_pattern.values()})
         rank = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {len(adapters) - stacks} layers"
-        what += f" and {stacks} stacks of experts" if stacks else ""
+        shared = sum(adapter.index == 0 for adapter in stacks)  # matrices that share A are counted once
+        counts_by_kind = {"layers": len(adapters) - len(stacks), "stacks of experts": shared}
+        where = " and ".join(f"{count} {kind}" for kind, count in counts_by_kind.items() if count)
+        what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {where}"
         what += ", and the new head" if heads else ""
         what += f", and {', '.join(section.modules_to_save)} in full" if section.modules_to_save else ""
         tokens = len(section.trainable_token_indices)

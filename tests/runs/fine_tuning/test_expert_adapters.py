@@ -9,6 +9,7 @@ import torch
 import serried
 from serried.commands import export_models
 from serried.configs.errors import UserError
+from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
 from testing import runs
 from testing.rank_pool import Cluster
@@ -216,6 +217,18 @@ def test_run_starts_from_adapters_of_experts_that_peft_made(
 def test_adapters_of_experts_that_peft_cannot_open_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         meta_model("model=moe_tiny", *words)
+
+
+def test_plan_counts_the_adapters_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=lora", "model=moe_tiny", "data.tokenizer=bytes", "launch=torchrun", "launch.device=cpu"]
+    words += ["launch.processes=2", "parallel=fsdp", "parallel.expert=2", "dry_run=true"]
+    assert main([*words, "adapter.modules=[experts.gate_up_proj,experts.down_proj]"]) == 0
+    plan = capsys.readouterr().out
+    trained = 3 * 8 * 16 * (128 + 2 * 128 + 128 + 128)  # A and B of both stacks
+    assert f"of which {trained:,} " in plan
+    assert "lora of rank 16, alpha 32, in 6 stacks of experts" in plan
+    assert f"gradients {trained * 4 / 2**10:.1f}KiB (unsharded while accumulating; {trained * 2 / 2**10:.1f}KiB" in plan
+    assert f"optimizer state {trained * 8 / 2 / 2**10:.1f}KiB" in plan
 
 
 @pytest.mark.slow

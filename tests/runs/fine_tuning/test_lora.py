@@ -79,8 +79,9 @@ def train_watched(argv: list[str]) -> tuple[list[Batch], dict[str, Tensor]]:
     def watch(trainer: Trainer, step: int) -> None:
         if step == 1:
             for name, part in trainer.state.parts():
-                if name == "adapter_model" and "lora_A" in part.fragments[0].name:
-                    first[part.fragments[0].name] = part.local.detach().clone()
+                where = part.fragments[0]
+                if name == "adapter_model" and "lora_A" in where.name:
+                    first[where.name] = part.local.detach().clone().view(where.stored_shape)
 
     with runs.kept_batches(CausalLM) as batches:
         assert runs.run_here(argv, watch).code == 0

@@ -113,14 +113,14 @@ class Tensors:
     def _slice_parameters(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates) -> None:
         sliced: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            owner, _, key = name.rpartition(".")
             for dim, _ in self.slices(plan, layout, name, parameter.shape):
                 if parameter not in sliced:  # several modules may share one
                     start, size = chunk(parameter.shape[dim], layout.tensor, place.tensor)
                     values = parameter.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
-                    if dim and is_quantized(module.get_submodule(name.rpartition(".")[0])):
+                    if dim == 1 and key == "weight" and is_quantized(module.get_submodule(owner)):
                         values = inputs_of_shard(parameter.detach(), place.tensor, layout.tensor)
                     sliced[parameter] = nn.Parameter(values, parameter.requires_grad)
-                owner, _, key = name.rpartition(".")
                 setattr(module.get_submodule(owner), key, sliced[parameter])
 
 

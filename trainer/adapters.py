@@ -36,7 +36,7 @@ from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.token_rows import ROWS, attach_rows, with_rows
 from serried.records.safetensors_files import TensorFolder
-from serried.trainer.checkpoint.expert_adapters import Stack, stacks_of
+from serried.trainer.checkpoint.expert_adapters import ExpertLayers, Stack
 from serried.trainer.checkpoint.retention import ADAPTER
 from serried.trainer.checkpoint.tensors import Exported, mean_of_rows, tied_parameters
 
@@ -81,11 +81,7 @@ class Adapters:
             for name, module in _linear_layers(model, exported).items()
         }
         """Location of each adaptable layer's weight in the base model's checkpoint."""
-        self._experts = _experts(model, plan, exported)
-        shared, single = (stacks_of(model, plan, exported, are_single=are_single) for are_single in (False, True))
-        self._known_experts = {stack.label for stack in (*shared.values(), *single.values())}
-        self._stacks = single if _are_single(section.modules or (), shared, single) else shared
-        """Stacked experts that may have adapters, by the beginning of the names of the adapter's parameters."""
+        self._experts = ExpertLayers(model, plan, exported, section.modules or ())
         chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
         """Original shapes of the quantized weights by parameter name."""
@@ -142,8 +138,8 @@ class Adapters:
 
     def _aliases(self, name: str) -> set[str]:
         """Return the names that the user may write for layer ``name``."""
-        if name in self._stacks:
-            return self._stacks[name].aliases
+        if name in self._experts.stacks:
+            return self._experts.stacks[name].aliases
         weight = self._weights[name]
         return {_module_of(weight.name), *([name] if weight.is_whole else [])}
 
@@ -162,7 +158,8 @@ class Adapters:
             parameter.requires_grad_(False)
         section = self._section
         stacks = self._adapted_stacks
-        self._check_experts(stacks)
+        if stacks:
+            self._experts.check(section, self._ranks, self._alphas)
         for name, stack in stacks.items():
             stack.attach(model, self._ranks[name], scale_of(self._ranks[name], self._alphas[name], section.scale))
         linear = {name: rank for name, rank in self._ranks.items() if name not in stacks}
@@ -178,37 +175,6 @@ class Adapters:
             module, tensor = model.get_submodule(name), self._weights[name].name
             shared[tensor] = attach(module, rank, adapter, is_dora=is_dora, shared=shared.get(tensor))
         return is_conv1d
-
-    def _check_experts(self, stacks: Mapping[str, Stack]) -> None:
-        """Raise ``UserError`` if PEFT would compute other results with adapters of these ``stacks``, or refuse them."""
-        if not stacks:
-            return
-        section, names = self._section, sorted({stack.label for stack in stacks.values()})
-        what = f"adapters of routed experts ({names[0]})"
-        if section.method == "dora":
-            raise UserError(
-                f"adapter.method=dora: PEFT has no DoRA for {what}; use adapter=lora, or adapt other layers"
-            )
-        if section.dropout:
-            raise UserError(
-                f"adapter.dropout={section.dropout:g}: PEFT opens {what} only without dropout; use adapter.dropout=0"
-            )
-        if section.init == "orthogonal":
-            raise UserError(f"adapter.init=orthogonal: PEFT has no such values for {what}; use adapter.init=uniform")
-        if not next(iter(stacks.values())).singles:
-            return
-        instead = "use the names of stacked experts, such as 'adapter.modules=[gate_up_proj,down_proj]'"
-        if missing := [stack.label for name, stack in self._stacks.items() if name not in stacks]:
-            raise UserError(
-                f"adapter.modules leaves out {missing[0]}: PEFT opens adapters of single experts only if gate, up and "
-                f"down projection of all layers have one; {instead}"
-            )
-        values = {(self._ranks[name], self._alphas[name], section.scale) for name in stacks}
-        if values != {(section.rank, section.alpha, "standard")}:
-            raise UserError(
-                "adapter.rank_pattern, adapter.alpha_pattern and adapter.scale=rslora: PEFT opens adapters of single "
-                f"experts only with adapter.rank, adapter.alpha and adapter.scale=standard; {instead}"
-            )
 
     def _quantize(self, model: nn.Module, plan: ParallelPlan) -> None:
         blocks = tuple(f"{block}." for block in plan.blocks)
@@ -241,8 +207,8 @@ class Adapters:
             return (Fragment.whole(f"{PREFIX}{_module_of(self._row_weights[owner].name)}{ROWS_END}", shape),)
         if not self._is_of_adapter(name):
             return ()
-        if owner in self._stacks:
-            return self._stacks[owner].fragments(key, shape, _ENDINGS[key], self._depth(owner))
+        if owner in self._experts.stacks:
+            return self._experts.stacks[owner].fragments(key, shape, _ENDINGS[key], self._depth(owner))
         weight = self._weights[owner]
         tensor = f"{PREFIX}{_module_of(weight.name)}.{_ENDINGS[key]}"
         if weight.is_whole or key == A:
@@ -253,8 +219,8 @@ class Adapters:
 
     def _depth(self, name: str) -> int:
         """Return the number of stacks after stack ``name`` in the same module that have adapters."""
-        experts = self._stacks[name].experts
-        same = [key for key, stack in self._stacks.items() if key in self._ranks and stack.experts == experts]
+        experts = self._experts.stacks[name].experts
+        same = [key for key, stack in self._experts.stacks.items() if key in self._ranks and stack.experts == experts]
         return len(same) - 1 - same.index(name)
 
     def exported_base(self, of_folder: Exported) -> Exported:
@@ -383,13 +349,15 @@ class Adapters:
 
     def _label(self, name: str) -> str:
         """Return the name that layer ``name`` has in PEFT."""
-        return self._stacks[name].label if name in self._stacks else _module_of(self._weights[name].name)
+        return (
+            self._experts.stacks[name].label if name in self._experts.stacks else _module_of(self._weights[name].name)
+        )
 
     def check_folder(self, folder: Path) -> None:
         """Raise ``UserError`` if the PEFT adapters in ``folder`` do not match these adapters."""
         found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs)
         theirs = set(found["modules"])
-        if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()} - self._known_experts:
+        if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()} - self._experts.labels:
             raise UserError(unknown_layer(folder, min(unknown)))
         keys = {key: shown(found[key]) for key in ("method", "scale")}
         differing = {key: value for key, value in keys.items() if value != shown(getattr(self._section, key))}
@@ -426,16 +394,16 @@ class Adapters:
 
     @property
     def _adapted_stacks(self) -> dict[str, Stack]:
-        return {name: stack for name, stack in self._stacks.items() if name in self._ranks}
+        return {name: stack for name, stack in self._experts.stacks.items() if name in self._ranks}
 
     def _mistaken(self) -> set[str]:
         """Return the names of adapted linear layers that PEFT 0.21 would take for routed experts.
 
         It adapts them, with the same results, if their weights are named as parameters. Not with dropout or DoRA.
         """
-        if not self._stacks or self._section.method == "dora" or self._section.dropout:
+        if not self._experts.stacks or self._section.method == "dora" or self._section.dropout:
             return set()
-        linear = {self._label(name) for name in self._ranks if name not in self._stacks}
+        linear = {self._label(name) for name in self._ranks if name not in self._experts.stacks}
         return {name for name in linear if name.rpartition(".")[2] in SINGLE_NAMES}
 
     def _targets(self) -> dict[str, list[str]]:
@@ -445,7 +413,7 @@ class Adapters:
         modules += sorted({stack.name for stack in stacks if stack.singles})
         shared = {stack.label for stack in stacks if not stack.singles}
         short = {f"experts.{stack.name}" for stack in stacks if not stack.singles}
-        others = [stack.label for stack in self._stacks.values() if stack.label not in shared]
+        others = [stack.label for stack in self._experts.stacks.values() if stack.label not in shared]
         is_clear = not any(label.endswith(tuple(short)) for label in others)
         parameters = sorted(short if is_clear else shared) + sorted(f"{name}.weight" for name in mistaken)
         return {"target_modules": modules, **({"target_parameters": parameters} if parameters else {})}
@@ -453,7 +421,7 @@ class Adapters:
     def _target_modules(self, chosen: set[str]) -> list[str]:
         """Return ``target_modules`` for PEFT: the last parts of the names ``chosen`` if they match no other layer."""
         last = {name.rpartition(".")[2] for name in chosen}
-        others = {*self._experts, *(_module_of(weight.name) for weight in self._weights.values())} - chosen
+        others = {*self._experts.names, *(_module_of(weight.name) for weight in self._weights.values())} - chosen
         return sorted(chosen if any(name.rpartition(".")[2] in last for name in others) else last)
 
     def _choose(self, patterns: Sequence[str] | None, plan: ParallelPlan) -> list[str]:
@@ -462,18 +430,20 @@ class Adapters:
             inside = [name for name in names if name.startswith(tuple(f"{block}." for block in plan.blocks))]
             if not (inside or names):
                 raise UserError("adapter.method: the model has no linear layers to adapt; use adapter=none")
-            of_experts = {name.rpartition(".")[2] for name in self._experts}  # PEFT would adapt the experts, too
+            of_experts = {name.rpartition(".")[2] for name in self._experts.names}  # PEFT would adapt the experts, too
             return [name for name in inside or names if name.rpartition(".")[2] not in of_experts]
         chosen = set[str]()
-        names |= {name: stack.aliases for name, stack in self._stacks.items()}
+        names |= {name: stack.aliases for name, stack in self._experts.stacks.items()}
         for pattern in patterns:
-            if some := next((each.label for each in self._stacks.values() if each.matches_only_some(pattern)), None):
+            if some := next(
+                (each.label for each in self._experts.stacks.values() if each.matches_only_some(pattern)), None
+            ):
                 raise CannotAdapt(
                     pattern,
                     f"adapter.modules=[{pattern}] matches only some of the experts of {some}, but PEFT adapts all "
                     f"experts of a layer; use 'adapter.modules=[{some}]'",
                 )
-            unknown = [] if self._stacks else self._experts  # of a user's own mixture
+            unknown = [] if self._experts.stacks else self._experts.names  # of a user's own mixture
             if stacked := next((name for name in unknown if matches_layer(name, pattern)), None):
                 raise CannotAdapt(
                     pattern,
@@ -572,24 +542,8 @@ def _owner_and_key(name: str) -> tuple[str, str]:
     return name[: -len(key) - 1], key
 
 
-def _are_single(patterns: Sequence[str], shared: Mapping[str, Stack], single: Mapping[str, Stack]) -> bool:
-    """Return whether ``patterns`` choose adapters of experts in PEFT's single form, since one of them matches nothing
-    in the shared form."""
-
-    def matches(pattern: str, stacks: Mapping[str, Stack]) -> bool:
-        return any(matches_layer(name, pattern) for stack in stacks.values() for name in stack.aliases)
-
-    return any(matches(pattern, single) and not matches(pattern, shared) for pattern in patterns)
-
-
 def _module_of(tensor: str) -> str:
     return tensor.removesuffix(".weight")
-
-
-def _experts(model: nn.Module, plan: ParallelPlan, exported: Exported) -> list[str]:
-    """Return the names of the stacked experts, both in the model and in a checkpoint."""
-    found = {name: parameter.shape for name, parameter in model.named_parameters() if plan.is_expert(name)}
-    return [*found, *(_module_of(part.name) for name, shape in found.items() for part in exported(name, shape))]
 
 
 def _unmatched(given: str, pattern: str, layers: Mapping[str, Iterable[str]]) -> str:

@@ -38,9 +38,9 @@ def host_and_port(text: str) -> tuple[str, int] | None:
     return (found[1] or "127.0.0.1").strip("[]"), int(found[2])
 
 
-def not_a_path(key: str, address: str, source: str = "") -> str:
+def not_a_path(key: str, address: str, source: str = "", *, takes_buckets: bool = False) -> str:
     """Return the error message for an address as the value of ``key``, which needs a path. ``source``: where it was
-    set."""
+    set. ``takes_buckets``: the key also takes the URL of a bucket."""
     scheme, _, place = address.partition("://")
     host, _, rest = place.partition("/")
     name = "/".join(rest.removeprefix("datasets/").split("/")[:2])
@@ -48,10 +48,13 @@ def not_a_path(key: str, address: str, source: str = "") -> str:
         use = f"use {key}=/{rest}"
     elif host.lower().removeprefix("www.") in ("huggingface.co", "hf.co") and "/" in name:
         use = f"use the name on the Hub: {key}={name}"
+    elif takes_buckets:
+        use = f"for a bucket of S3, Google or Azure: {key}=s3://BUCKET/PATH, gs:// or az://"
     else:
         use = f"mount the storage or copy the files, and give the path: {key}=/PATH"
     where = f" ({source})" if source else ""
-    return f"{key}={masked(address)}{where} is an address, but only local files and folders are supported; {use}"
+    kinds = "local files and folders, and buckets," if takes_buckets else "local files and folders"
+    return f"{key}={masked(address)}{where} is an address, but only {kinds} are supported; {use}"
 
 
 def has_password(address: str) -> bool:

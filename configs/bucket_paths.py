@@ -105,6 +105,11 @@ def local_path(path: str, key: str, *patterns: str) -> str:
     return str(found.fetch(names))
 
 
+def note_download(folder: Path, url: str) -> None:
+    """Make messages show ``url`` in place of the path ``folder``."""
+    _settings.downloaded[str(folder)] = url
+
+
 def with_urls(text: str) -> str:
     """Return a message with the URLs of objects in place of the paths of their copies in the cache."""
     for folder, url in _settings.downloaded.items():
@@ -155,7 +160,11 @@ def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
         _settings.downloaded[folder] = root
         try:
             yield Path(folder) / name
-            for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == name):  # ``name`` comes last
+            written = sorted(Path(folder).iterdir(), key=lambda path: path.name == name)  # ``name`` comes last
+            for path in written if not replaces else ():
+                if path.name != name:
+                    _ask("refuse_taken", f"{root}/{path.name}", key)
+            for path in written:
                 _ask("upload", f"{root}/{path.name}", key, path=str(path))
         except UserError as error:
             raise UserError(*(with_urls(str(line)) for line in error.args), head=with_urls(error.head)) from error
@@ -181,6 +190,14 @@ def _ask(kind: str, url: str, key: str, **more: Any) -> Any:
     return ask_process(_MODULE, request, show) if _settings.answer is None else _settings.answer(request)
 
 
+def _message(line: str) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict) and {*found} & {"answer", "errors", "show", "done"}:
+            return found
+    return None
+
+
 def ask_process(module: str, request: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> Any:
     """Run ``module`` in a new interpreter with a request of plain data, and return its answer.
 
@@ -203,7 +220,9 @@ def ask_process(module: str, request: Mapping[str, Any], show: Callable[[Mapping
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             for line in process.stdout:
-                found = json.loads(line)
+                if (found := _message(line)) is None:  # printed by a library
+                    print(line, end="", file=sys.stderr)
+                    continue
                 if "answer" in found:
                     return found["answer"]
                 if "errors" in found:

@@ -87,7 +87,8 @@ def pairs(
             hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
         elif key in ("out", "run.dir") and is_address(value) and not _takes_bucket(command, key, value):
-            mistakes.append(not_a_path(key, value))
+            takes_buckets = key == "run.dir" or command in _WRITE_TO_BUCKETS
+            mistakes.append(not_a_path(key, value, takes_buckets=takes_buckets))
         else:
             given[key] = value
     if mistakes:

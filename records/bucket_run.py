@@ -21,11 +21,11 @@ from serried.records.head import (
     is_attempt,
     read_head,
 )
-from serried.records.mirror import RECORDS_PREFIX, Mirror, download_records, remove_records
 from serried.records.object_store import open_store
+from serried.records.record_upload import RECORDS_PREFIX, RecordUpload, download_records, remove_records
 from serried.records.run_folder import RECORDS, RunFolder
 from serried.records.status import STATUS
-from serried.records.store import ABSENT, Expect, Store, StoreError
+from serried.records.store import ABSENT, Expect, Store, StoreError, ended_by
 
 CONTROL = "control"
 """Name of the file in a run folder, and of the object in a bucket, that contains the user's request."""
@@ -49,15 +49,15 @@ class BucketRun:
             self.head = Head.claim(store, job, say=say)
             _replace_records(folder.path, self.head)
         except StoreError as error:
-            raise UserError(f"cannot use run.dir={url}: {error}") from None
+            raise ended_by(error, f"cannot use run.dir={url}: {error}") from None
         except OSError as error:
             self.head.release()
             raise UserError(
                 f"cannot write the scratch folder {folder.path}: {error.strerror}; set SERRIED_SCRATCH to another "
                 "folder"
             ) from None
-        self._mirror = Mirror(store, self.head.epoch, folder.path, say, is_main=True, announce=self._announce)
-        folder.join(self.head, self._mirror.flush)
+        self._upload = RecordUpload(store, self.head.epoch, folder.path, say, is_main=True, announce=self._announce)
+        folder.join(self.head, self._upload.flush)
 
     @property
     def epoch(self) -> int:
@@ -66,7 +66,7 @@ class BucketRun:
 
     def start(self) -> None:
         """Start to upload the records."""
-        self._mirror.start()
+        self._upload.start()
 
     def _announce(self) -> None:
         """Make this start's records the records of the run. Called once all of them have been uploaded."""
@@ -81,7 +81,7 @@ class BucketRun:
     def close(self) -> None:
         """Upload the remaining records, and end the claim."""
         if (self._folder.has_begun or self._folder.has_new_status) and self.head.is_ours:
-            self._mirror.close()
+            self._upload.close()
         self.head.release()
 
 
@@ -99,13 +99,15 @@ def _replace_records(folder: Path, head: Head) -> None:
             os.utime(folder / STATUS, (1, 1))  # so that it counts as written by an earlier start
 
 
-def new_request(head: Head) -> str | None:
-    """Return the content of ``control`` if it is new, and note in the head that this run acts on it; None otherwise.
+def new_request(head: Head, acted_upon: str) -> tuple[str, str] | None:
+    """Return the content and the tag of ``control`` if the tag is not ``acted_upon``, and note in the head that this
+    run acts on it; None otherwise.
 
-    Raises ``StoreError`` if the store does not answer.
+    Raises ``StoreError`` if the store does not answer. The note may have been written, so the caller remembers what it
+    acted upon.
     """
     found = head.store.get(CONTROL)
-    if found is None or found[1] == head.content.control_seen:
+    if found is None or found[1] == acted_upon:
         return None
     word, tag = found[0][:_MOST_BYTES].decode("utf-8", "replace").strip(), found[1]
 
@@ -116,7 +118,7 @@ def new_request(head: Head) -> str | None:
         head.swap(note)
     except Fenced:
         return None
-    return word.partition(" ")[0]  # without the random number of ``write_request``
+    return word.partition(" ")[0], tag  # without the random number of ``write_request``
 
 
 def write_request(url: str, word: str) -> None:

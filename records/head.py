@@ -205,7 +205,10 @@ class Head:
         if content.state != "held" or (job and content.job == job):
             return content, tag
         if say is not None:
-            say(f"waiting    {patience_seconds:.0f} s for {_name(content)}, which may still train in {store.url}")
+            say(
+                f"waiting    up to {patience_seconds:.0f} s for {_name(content)}, which has not ended its claim on "
+                f"{store.url}: it was killed, or still trains"
+            )
         began = time.monotonic()
         while (waited := time.monotonic() - began) < patience_seconds:
             time.sleep(min(1.0, patience_seconds / 10))

@@ -3,12 +3,15 @@
 A process that has used a store must not fork: the child would hang at its first call.
 """
 
+import itertools
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +19,7 @@ from urllib.parse import urlsplit
 
 from serried.configs.bucket_urls import check_bucket_url, credentials_of
 from serried.configs.errors import UserError
-from serried.records.store import ANY, Conflict, Expect, Listed, Store, StoreError, Unclear
+from serried.records.store import ANY, Conflict, Expect, Listed, NoAnswer, Store, StoreError, Unclear
 
 PART_BYTES = 16 * 2**20
 _SMALL_BYTES = 2**20
@@ -26,9 +29,12 @@ _PART_SECONDS = 20.0
 """Time limit of a larger request."""
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 180.0
-_FIRST_WAIT_SECONDS = 0.5
-_READS = 5
-"""Number of attempts of a read: the library does not repeat every read whose body is cut off."""
+_LIBRARY_RETRY_SECONDS = 3.0
+"""Time for which the library repeats a request, except the parts of an upload. It does not repeat all of them: not a
+read whose body is cut off, nor a conditional write without an answer in time."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 5.0
+_TRIES = 5
+"""Number of attempts of a request that fails for an unknown reason."""
 _PARTS_AT_ONCE = 6
 
 _REFUSALS = (
@@ -36,15 +42,17 @@ _REFUSALS = (
     "RequestTimeTooSkewed",
 )  # fmt: skip
 """Error codes of S3 for requests that had no effect, and would fail again."""
+_MAY_SUCCEED_LATER = ("408", "409", "429")
+"""Status codes of refused requests that may succeed when they are repeated."""
 
-_Read = TypeVar("_Read")
+_Answer = TypeVar("_Answer")
 
 
 def open_store(url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_SECONDS) -> Store:
     """Return the folder in a bucket that ``key=url`` sets. No request is sent.
 
     Args:
-        retry_seconds: A request that fails is repeated for this long.
+        retry_seconds: A request is repeated until the store has not answered this process for this long.
 
     Raises:
         UserError: The URL is invalid, obstore is not installed, or there are no credentials.
@@ -99,6 +107,32 @@ def _is_amazon_instance() -> bool:
     return vendor.startswith(("Amazon", "Xen"))
 
 
+class _Silence:
+    """Time since which a bucket has not answered this process. All requests share it, so an outage is waited for only
+    once."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def end(self) -> None:
+        """Note an answer, or start to wait again."""
+        self._since = None
+
+    def seconds(self, began: float) -> float:
+        """Note that there was no answer to a request that ``began`` at this time of ``time.monotonic()``. Returns how
+        long there has been none."""
+        since = self._since = began if self._since is None else self._since
+        return time.monotonic() - since
+
+    def lasts(self, seconds: float) -> bool:
+        """Return whether there has been no answer for ``seconds``."""
+        return self._since is not None and time.monotonic() - self._since > seconds
+
+
+_silences: defaultdict[str, _Silence] = defaultdict(_Silence)
+"""By bucket."""
+
+
 class ObjectStore:
     """A folder in a bucket, through obstore."""
 
@@ -108,11 +142,14 @@ class ObjectStore:
         self.url, self.part_bytes = url, part_bytes
         self.obstore: Any = obstore
         self._retry_seconds = retry_seconds
+        self._silence = _silences["/".join(url.split("/")[:3])]
         self._is_google = url.startswith("gs:")
-        self._small = self._open(_SMALL_SECONDS)
-        self.large = self._open(_PART_SECONDS)
+        library_seconds = min(retry_seconds, _LIBRARY_RETRY_SECONDS)
+        self._small = self._open(_SMALL_SECONDS, library_seconds)
+        self._large = self._open(_PART_SECONDS, library_seconds)
+        self._parts = self._open(_PART_SECONDS, retry_seconds)
 
-    def _open(self, seconds: float) -> Any:
+    def _open(self, seconds: float, retry_seconds: float) -> Any:
         import obstore.store
 
         client: dict[str, Any] = {
@@ -126,7 +163,7 @@ class ObjectStore:
                 options["unsigned_payload"] = True  # encryption protects the content, and hashing it costs a core
         # The library's defaults give up after 3 seconds of "slow down".
         retries = {
-            "max_retries": 1000, "retry_timeout": timedelta(seconds=self._retry_seconds),
+            "max_retries": 1000, "retry_timeout": timedelta(seconds=retry_seconds),
             "backoff": {
                 "init_backoff": timedelta(seconds=_FIRST_WAIT_SECONDS), "max_backoff": timedelta(seconds=15), "base": 3,
             },
@@ -160,7 +197,7 @@ class ObjectStore:
             options["if_match"] = tag.partition("|")[0]
 
         def read() -> memoryview:
-            store = self._small if len(view) <= _SMALL_BYTES else self.large
+            store = self._small if len(view) <= _SMALL_BYTES else self._large
             return memoryview(self.obstore.get(store, key, options=options).bytes())
 
         found = self._found(key, read)
@@ -171,26 +208,21 @@ class ObjectStore:
         view[:] = found
 
     def put(self, key: str, content: bytes, expect: Expect | str = ANY) -> str:
-        from obstore.exceptions import (
-            AlreadyExistsError,
-            BaseError,
-            PermissionDeniedError,
-            PreconditionError,
-            UnauthenticatedError,
-        )
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         mode: Any = "overwrite" if expect is ANY else "create"
         if isinstance(expect, str):
             e_tag, _, version = expect.partition("|")
             mode = {"e_tag": e_tag} | ({"version": version} if version else {})
-        store = self._small if len(content) <= _SMALL_BYTES else self.large
+        store = self._small if len(content) <= _SMALL_BYTES else self._large
         try:
-            return self._tag(self.obstore.put(store, key, content, mode=mode, use_multipart=False))
+            return self._tag(
+                self._answer(lambda: self.obstore.put(store, key, content, mode=mode, use_multipart=False))
+            )
         except (AlreadyExistsError, PreconditionError) as error:
             raise Conflict(f"{self.where(key)} is not as expected") from error
         except (BaseError, OSError) as error:
-            is_refused = isinstance(error, PermissionDeniedError | UnauthenticatedError) or _is_refused(error)
-            kind = StoreError if is_refused else Unclear
+            kind = StoreError if _is_refused(error) else Unclear
             raise kind(f"cannot write {self.where(key)}: {_reason(error, self.url)}") from None
 
     def writer(self, key: str) -> "ObjectUpload":
@@ -202,6 +234,12 @@ class ObjectStore:
             return [Listed(meta["path"], meta["size"], self._tag(meta)) for page in pages for meta in page]
 
         return sorted(self._found(prefix, read) or [], key=lambda listed: listed.key)
+
+    def folders(self) -> Sequence[str]:
+        def read() -> Sequence[str]:
+            return [str(path) for path in self.obstore.list_with_delimiter(self._small)["common_prefixes"]]
+
+        return sorted(path.strip("/").rpartition("/")[2] for path in self._found("", read) or [])
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = [*keys]
@@ -215,26 +253,63 @@ class ObjectStore:
     def where(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def _found(self, key: str, call: Callable[[], _Read]) -> _Read | None:
-        """Return what ``call`` returns, or None if there is no such object. Repeats it if the library does not."""
-        from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+    def begin_to_wait(self) -> None:
+        """Wait for the next answer as long as if there had just been one."""
+        self._silence.end()
 
-        end = time.monotonic() + self._retry_seconds
-        for tries_left in reversed(range(_READS)):
+    def _found(self, key: str, call: Callable[[], _Answer]) -> _Answer | None:
+        """Return what ``call`` returns, or None if there is no such object."""
+        from obstore.exceptions import BaseError, PreconditionError
+
+        try:
+            return self._answer(call)
+        except FileNotFoundError as error:
+            if "<Code>NoSuchBucket" in str(error):
+                raise StoreError(_reason(error, self.url)) from None
+            return None
+        except PreconditionError as error:
+            raise Conflict(f"{self.where(key)} has changed") from error
+        except (BaseError, OSError) as error:
+            kind = NoAnswer if _is_unanswered(error) else StoreError
+            raise kind(f"{self.where(key)}: {_reason(error, self.url)}") from None
+
+    def _answer(self, call: Callable[[], _Answer]) -> _Answer:
+        """Return what ``call`` returns. Repeats it if the store does not answer, until there has been no answer to any
+        request for the time that the store is given."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        for number in itertools.count():
+            began = time.monotonic()
             try:
-                return call()
-            except FileNotFoundError as error:
-                if "<Code>NoSuchBucket" in str(error):
-                    raise StoreError(_reason(error, self.url)) from None
-                return None
-            except PreconditionError as error:
-                raise Conflict(f"{self.where(key)} has changed") from error
+                answer = call()
+            except (AlreadyExistsError, FileNotFoundError, PreconditionError):
+                self._silence.end()
+                raise
             except (BaseError, OSError) as error:
-                is_final = isinstance(error, PermissionDeniedError | UnauthenticatedError) or _is_refused(error)
-                if is_final or not tries_left or time.monotonic() > end:
-                    raise StoreError(f"{self.where(key)}: {_reason(error, self.url)}") from None
-                time.sleep(0.2 * (_READS - tries_left))
+                if not _is_unanswered(error):
+                    self._silence.end()
+                    if _is_refused(error) or number == _TRIES - 1:
+                        raise
+                elif self._silence.seconds(began) > self._retry_seconds:
+                    raise
+            else:
+                self._silence.end()
+                return answer
+            time.sleep(min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**number))
         raise AssertionError
+
+    def put_parts(self, key: str, parts: Iterator[bytearray]) -> None:
+        """Write an object in parts. Raises an exception of the library."""
+        store = self._large if self._silence.lasts(self._retry_seconds) else self._parts
+        self.obstore.put(
+            store, key, parts, use_multipart=True, chunk_size=self.part_bytes, max_concurrency=_PARTS_AT_ONCE
+        )
+        self._silence.end()
+
+    def is_silent(self, began: float) -> bool:
+        """Note that there was no answer to a request that ``began`` at this time of ``time.monotonic()``. Returns
+        whether it should not be repeated."""
+        return self._silence.seconds(began) > self._retry_seconds
 
     def _tag(self, meta: Any) -> str:
         """Return the tag that a later write may expect. Google compares the version (generation), others the e_tag."""
@@ -246,8 +321,20 @@ class ObjectStore:
 
 def _is_refused(error: Exception) -> bool:
     """Return whether the store refused a request, so that it would refuse a repetition too."""
-    code = re.search(r"<Code>(\w+)</Code>", str(error))
-    return code is not None and code[1] in _REFUSALS
+    text = str(error)
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError") or "Received redirect" in text:
+        return True
+    code, status = re.search(r"<Code>(\w+)</Code>", text), re.search(r"status code: (\d{3})", text)
+    if code is not None and code[1] in (*_REFUSALS, "RequestTimeout"):
+        return code[1] in _REFUSALS
+    return status is not None and status[1].startswith("4") and status[1] not in _MAY_SUCCEED_LATER
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Return whether there was no answer, or only that the store cannot answer now."""
+    if _is_refused(error):
+        return False
+    return bool(re.search(r"HttpError|HTTP error|status code: (?:5\d\d|408|409|429)|RequestTimeout", str(error)))
 
 
 def _reason(error: Exception, url: str) -> str:
@@ -265,10 +352,24 @@ def _reason(error: Exception, url: str) -> str:
         return f"the credentials are wrong ({found}); set {credentials_of(url)}"
     if found == "AccessDenied" or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         return f"these credentials may not access it ({found or 'access denied'})"
-    message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    if message:
-        return f"{found}: {message[1]}"
-    return text.partition("\n")[0] or type(error).__name__
+    if message := re.search(r"<Message>(.*?)</Message>", text, re.DOTALL):
+        return f"{found}: {message[1]}" if message[1] != found else found
+    return _why_unanswered(text) or text.partition("\n")[0] or type(error).__name__
+
+
+def _why_unanswered(text: str) -> str | None:
+    """Return why there was no answer in a few words, from an error of the library with its debug output."""
+    if status := re.search(r"status code: (\d{3}[^:\n]*)", text):
+        return f"the server answers {status[1].strip()}"
+    kind = re.search(r"HttpError \{\s*kind: (\w+)", text)
+    if kind is None:
+        return None
+    server = re.search(r"performing \w+ https?://(?:[^/\s]*@)?([^/\s]+)", text)
+    where = f" to {server[1]}" if server else ""
+    if kind[1] == "Connect":
+        detail = re.search(r'(?:message|error): "([^"]+)"', text)
+        return f"no connection{where}{f': {detail[1]}' if detail else ''}"
+    return "no answer in time" if kind[1] == "Timeout" else f"the connection{where} breaks"
 
 
 class ObjectUpload:
@@ -325,8 +426,10 @@ class ObjectUpload:
         If the answer to the last request was lost, its repetition finds no upload. No other process writes an object of
         this name, so its size decides.
         """
-        found = self._store.stat(self._key)
-        return found is not None and found[0] == self._size_bytes
+        with suppress(StoreError):
+            found = self._store.stat(self._key)
+            return found is not None and found[0] == self._size_bytes
+        return False
 
     def _send(self) -> None:
         if self._thread is None:
@@ -339,17 +442,16 @@ class ObjectUpload:
     def _run(self) -> None:
         store = self._store
         try:
-            for tries_left in reversed(range(_READS)):
+            while True:
+                began = time.monotonic()
                 try:
-                    store.obstore.put(
-                        store.large, self._key, self._parts(), use_multipart=True, chunk_size=store.part_bytes,
-                        max_concurrency=_PARTS_AT_ONCE,
-                    )  # fmt: skip
+                    store.put_parts(self._key, self._parts())
                     break
-                except Exception:
+                except Exception as error:
                     # The library does not repeat the request that starts an upload. Until then nothing is lost.
-                    if self._parts_taken or not tries_left:
+                    if not _is_unanswered(error) or store.is_silent(began) or self._parts_taken:
                         raise
+                time.sleep(_FIRST_WAIT_SECONDS)
         except BaseException as error:
             self._error = error
             while not self._is_complete and self._next() is not None:  # until ``finish`` or ``abort``
@@ -370,7 +472,8 @@ class ObjectUpload:
 
     def _failure(self) -> StoreError:
         assert isinstance(self._error, Exception)
-        return StoreError(f"cannot write {self._store.where(self._key)}: {_reason(self._error, self._store.url)}")
+        kind = NoAnswer if _is_unanswered(self._error) else StoreError
+        return kind(f"cannot write {self._store.where(self._key)}: {_reason(self._error, self._store.url)}")
 
 
 class _Abort:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.records.store import Store, StoreError
+from serried.records.store import Store, StoreError, ended_by
 
 BLOCK_BYTES = 2**20
 """Number of bytes with one checksum."""
@@ -73,8 +73,8 @@ class RangedFile:
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset`` on.
 
-        Raises ``DamagedFile`` if they are missing or differ from their checksums, and ``UserError`` if the store does
-        not answer.
+        Raises ``DamagedFile`` if they are missing or differ from their checksums, and ``UserError`` or
+        ``TrainingStopped`` if they cannot be read.
         """
         if not len(view):
             return
@@ -104,10 +104,10 @@ class RangedFile:
                 try:
                     found = self._store.stat(self._key)
                 except StoreError:
-                    raise UserError(f"cannot read {error}") from None
+                    raise ended_by(error, f"cannot read {error}") from None
                 if found is None or found[0] < self._size:
                     raise DamagedFile(f"{where} is missing or too short") from None
-                raise UserError(f"cannot read {error}") from None
+                raise ended_by(error, f"cannot read {error}") from None
             pieces = (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
             wrong = [number for number, piece in enumerate(pieces, first) if zlib.crc32(piece) != self._sums[number]]
             if not wrong:

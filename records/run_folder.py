@@ -13,6 +13,7 @@ from typing import IO, Any
 from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, open_regular, read_if_there, value_at
+from serried.configs.schema.fields import SCRATCH
 from serried.records.files import write_atomically
 from serried.records.generations import RECOVERY
 from serried.records.goodput import Goodput, goodput_of
@@ -45,6 +46,8 @@ class RunFolder:
         Raises ``UserError`` if it cannot be written, contains unsafe links, or another process is training there.
         """
         self.path = path
+        self.another_disk = "run.dir=FOLDER" if url is None else f"{SCRATCH}=FOLDER"
+        """Setting that chooses another disk, for messages."""
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
         self._failing: set[str] = set()
@@ -60,7 +63,7 @@ class RunFolder:
                 f"another process is training in {url or path}; wait for it, or use run.name=OTHER or run.dir=FOLDER"
             ) from None
         except OSError as error:
-            raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None
+            raise UserError(f"cannot write the run folder {path}: {error.strerror}; use {self.another_disk}") from None
         self._earlier = read_status(path)
         self.earlier_seconds = 0.0
         """Wall-clock time of the run that ``set_run_aside`` moved."""

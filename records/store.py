@@ -1,10 +1,12 @@
 """Interface to the objects of a folder in a bucket."""
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import BinaryIO, Protocol
+
+from serried.configs.errors import TrainingStopped, UserError
 
 
 class Expect(Enum):
@@ -27,7 +29,11 @@ class StoreError(OSError):
         return str(self.strerror)
 
 
-class Unclear(StoreError):
+class NoAnswer(StoreError):
+    """The store did not answer, or only that it cannot answer now. The same request may succeed later."""
+
+
+class Unclear(NoAnswer):
     """The store did not answer a write. It may have taken effect, or may take effect later."""
 
 
@@ -42,6 +48,14 @@ class Listed:
     key: str
     size_bytes: int
     tag: str
+
+
+def ended_by(error: StoreError, message: str) -> UserError | TrainingStopped:
+    """Return the exception that ends a run which cannot do without what ``error`` prevents.
+
+    If the store did not answer, the run may be started again later. Otherwise its user has to act first.
+    """
+    return TrainingStopped(message) if isinstance(error, NoAnswer) else UserError(message)
 
 
 class Upload(Protocol):
@@ -96,11 +110,20 @@ class Store(Protocol):
     def list(self, prefix: str) -> list[Listed]:
         """Return all objects below the folder ``prefix``, sorted by key."""
 
+    def folders(self) -> Sequence[str]:
+        """Return the names of the folders directly below the URL, sorted. Their objects are not listed."""
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects. Missing ones are skipped."""
 
     def where(self, key: str) -> str:
         """Return the URL of an object, for messages."""
+
+    def begin_to_wait(self) -> None:
+        """Wait for the next answer as long as if there had just been one.
+
+        Requests are repeated until the store has not answered this process for some time. Later ones then fail soon.
+        """
 
 
 _PIECE_BYTES = 8 * 2**20

@@ -31,9 +31,9 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.records import object_store
 from serried.records.head import MANIFEST, Fenced, Head, HeadContent
-from serried.records.mirror import Mirror, download_records
 from serried.records.object_store import ObjectStore
 from serried.records.ranged_files import BlockSums, ranged_file
+from serried.records.record_upload import RecordUpload, download_records
 from serried.records.run_folder import RunFolder
 from serried.records.safetensors_files import TensorSpec, header
 from serried.runtime.session import Session
@@ -97,8 +97,8 @@ def _work(url: str, job: str, scratch: Path, tell: Callable[..., None]) -> None:
 
     if head.content.records:
         download_records(store, head.content.records, scratch)
-    mirror = Mirror(store, head.epoch, scratch, lambda _: None, is_main=True, announce=announce)
-    folder.join(head, mirror.flush)
+    upload = RecordUpload(store, head.epoch, scratch, lambda _: None, is_main=True, announce=announce)
+    folder.join(head, upload.flush)
     config = compose(["recipe=tiny", "checkpoint.keep=2"])
     session = Session((0, 0, 1, 1), torch.device("cpu"), config.launch)
     checkpoints = BucketCheckpoints(store, scratch / "checkpoints", config.checkpoint, session, folder)

@@ -31,8 +31,9 @@ class Event:
     """For ``on_step`` and ``on_evaluate``: loss and named metrics, averaged over the global batch or the data set."""
     split: str = ""
     """For ``on_evaluate``: name of the data set."""
-    path: Path | None = None
-    """For ``on_save``: the checkpoint. For ``on_start`` and ``on_end``: the run folder."""
+    path: Path | str | None = None
+    """For ``on_save``: the checkpoint, as a URL for a run in a bucket. For ``on_start`` and ``on_end``: the run
+    folder."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Run:
     the data set. In ``on_end``: the last evaluation on the validation set. Empty in ``on_start`` and ``on_save``."""
     split: str
     """Name of the data set in ``on_evaluate``, such as ``validation``."""
-    checkpoint: Path | None
-    """Folder of the finished checkpoint in ``on_save``."""
+    checkpoint: Path | str | None
+    """Folder of the finished checkpoint in ``on_save``. For a run in a bucket, its URL."""
     records: RunFolder
 
     @property
@@ -239,7 +240,7 @@ class Callbacks:
 
     def call(
         self, hook: str, step: int, metrics: Mapping[str, float] | None = None, *, split: str = "",
-        checkpoint: Path | None = None,
+        checkpoint: Path | str | None = None,
     ) -> bool:  # fmt: skip
         """Call ``hook`` of all callbacks. Returns whether all succeeded. Exceptions are kept for ``raise_failure``."""
         if self._folder is None:

@@ -10,7 +10,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
+from serried.configs.bucket_paths import with_urls
+from serried.configs.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    StopRequested,
+    TrainingStopped,
+    UserError,
+)
 from serried.configs.requirements import missing_compiler
 from serried.configs.schema import run_config
 from serried.configs.schema.fields import AUTO
@@ -19,8 +27,8 @@ from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import resolve_layout
 from serried.records.bucket_run import BucketRun
 from serried.records.files import make_scratch
-from serried.records.mirror import Mirror
 from serried.records.object_store import open_store
+from serried.records.record_upload import RecordUpload
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
@@ -276,7 +284,7 @@ class _Run:
 
 def _claimed_folder(
     config: RunConfig, session: Session, console: Console
-) -> tuple[RunFolder | None, BucketRun | Mirror | None]:
+) -> tuple[RunFolder | None, BucketRun | RecordUpload | None]:
     """Claim the run folder on rank 0. Return it, and the upload of this node's records to a bucket; None on ranks that
     have none. This is a collective call."""
     claimed: list[RunFolder] = []
@@ -291,18 +299,20 @@ def _claimed_folder(
             return 0
         try:
             run = BucketRun(url, claimed[0], console.say)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TrainingStopped):  # batch scripts read the status to decide whether to requeue the job
+                claimed[0].stop_early(0, str(error), EXIT_STOPPED)
             claimed[0].close()
             raise
         runs.append(run)
         return run.epoch
 
     epoch = session.once(claim)
-    upload: BucketRun | Mirror | None = runs[0] if runs else None
+    upload: BucketRun | RecordUpload | None = runs[0] if runs else None
     if url is not None:
         make_scratch(config.run.dir)
         if session.local_rank == 0 and upload is None:
-            upload = Mirror(open_store(url), epoch, config.run.dir, console.log, is_main=False)
+            upload = RecordUpload(open_store(url), epoch, config.run.dir, console.log, is_main=False)
     return claimed[0] if claimed else None, upload
 
 
@@ -361,7 +371,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             end = f"trainer.stop_at={config.trainer.stop_at}"
         raise UserError(
             f"{checkpoint} is at step {start.step}, so {end} leaves nothing to train; raise it, or use "
-            f"{weights_alone(start.checkpoint)}"
+            f"{with_urls(weights_alone(start.checkpoint))}"
         )
     early = saved_early_stop(start.state, config.trainer.early_stopping_patience)
     if start.step < config.trainer.steps and early is None:

@@ -96,7 +96,8 @@ class Saver:
 
         Raises:
             TrainingFailed: The last checkpoint could not be saved.
-            TrainingStopped: It could not be saved since another process has taken over the run.
+            TrainingStopped: It could not be saved since another process has taken over the run, or the bucket does not
+                answer.
         """
         started = time.perf_counter()
         self.checkpointer.finish(self._state_dict() if is_evaluated else None)
@@ -127,8 +128,8 @@ class Saver:
         if saved.is_taken_over:
             raise TrainingStopped(saved.problem)
         if is_last:
-            raise TrainingFailed(
-                f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}. Fix the "
-                "cause, then run the same command again"
-            )
+            what = f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}"
+            if self._context.session.once(lambda: self.checkpointer.is_away):
+                raise TrainingStopped(what)
+            raise TrainingFailed(f"{what}. Fix the cause, then run the same command again")
         self._log.not_saved(saved.step, saved.problem, newest)

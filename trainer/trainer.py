@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from serried.configs.bucket_paths import with_urls
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.hugging_face.adapter_settings import adapters_in
@@ -269,15 +270,15 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
         weights = base.folder
     elif weights is not None and session.once((weights / ADAPTER_CONFIG).is_file):
         raise UserError(
-            f"checkpoint.resume={weights} has adapters; use adapter=lora and the base model, or merge the adapters "
-            "with PEFT"
+            f"checkpoint.resume={config.checkpoint.resume} has adapters; use adapter=lora and the base model, or merge "
+            "the adapters with PEFT"
         )
     if weights is not None:
         session.once(partial(task.check_weights, weights))
         if base is None and not config.checkpoint.strict:
             model, differences = model.fitted_to(weights)
             if differences:
-                context.console.say(f"WARNING    {weights}: {differences}")
+                context.console.say(f"WARNING    {with_urls(str(weights))}: {differences}")
     model.check_names(start.checkpoint, weights, "" if base else ", or checkpoint.strict=false to load what fits")
     return model, base
 
@@ -307,11 +308,11 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
             check_rows(found, base.folder, config)
         adapters.check_folder(found)
         return str(found)
-    key = "task.model" if hasattr(config.task, "model") else "model.path"
-    of_base = (f"{key}={base.folder}", f"use {key}={given}") if base.folder else None
+    key, given_as = "task.model" if hasattr(config.task, "model") else "model.path", with_urls(str(given))
+    of_base = (f"{key}={base.folder}", f"use {key}={given_as}") if base.folder else None
     is_base, instead = of_base or ("the one that build_model() returns", "load the weights there")
     raise UserError(
-        f"checkpoint.resume={given} has a model without adapters, but the base model of "
+        f"checkpoint.resume={given_as} has a model without adapters, but the base model of "
         f"adapter.method={config.adapter.method} is {is_base}; {instead}, or remove checkpoint.resume"
     )
 
@@ -349,12 +350,12 @@ def _begin(context: Context, start: Start, config_yaml: str, needed_bytes: int) 
     try:
         notes = checkpoints.sweep()
         if problem := checkpoints.lack_of_space(needed_bytes):
-            raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free space")
+            raise UserError(f"{problem}; use {folder.another_disk} on another disk, or free space")
         notes += make_room(folder, start)
         folder.begin(config_yaml, environment(), start.step)
     except OSError as error:
         where = error.filename or folder.path
-        raise UserError(f"cannot write {where}: {error.strerror}; use run.dir=FOLDER") from None
+        raise UserError(f"cannot write {where}: {error.strerror}; use {folder.another_disk}") from None
     return notes
 
 

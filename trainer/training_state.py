@@ -44,7 +44,7 @@ class TrainingState:
         config = context.config
         task = context.task
         device = context.session.device
-        context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
+        context.console.doing(f"reading {config.run.shown(start.source)}" if start.source else "initialising the model")
         self._task = task
         self._session = context.session
         self._model = model

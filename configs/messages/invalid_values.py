@@ -149,7 +149,7 @@ def _sentence(
     if kind == "bucket_url":
         return _mistake_in_url(path, str(mistake["input"]))
     if kind == "address":
-        return not_a_path(path, str(mistake["input"]), source)
+        return not_a_path(path, str(mistake["input"]), source, takes_buckets=mistake["ctx"]["takes_buckets"])
     if key is None or (key.kind == "object" and kind != "missing"):
         return f"{path}={value} ({source}): {path} is a section, not a key; {listing(path)}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):

@@ -101,26 +101,31 @@ Number = Annotated[float, BeforeValidator(_refuse_unheld)]
 Seconds = Annotated[Number, Field(ge=0.1, le=10**7)]
 
 
-def _refuse_address(value: Any) -> Any:
+def _refuse_address(value: Any, *, takes_buckets: bool = False) -> Any:
     if isinstance(value, str) and is_address(value):
-        raise PydanticCustomError("address", "is an address")  # ``explain`` writes the message
+        # ``explain`` writes the message
+        raise PydanticCustomError("address", "is an address", {"takes_buckets": takes_buckets})
     return value
 
 
 def _scratch_of_bucket(value: Any) -> Any:
     """Replace the URL of a run in a bucket by this node's scratch folder for it."""
     if not is_bucket_url(value):
-        return _refuse_address(value)
+        return _refuse_address(value, takes_buckets=True)
     try:
         return scratch_folder(check_bucket_url(value, "run.dir"))
     except UserError as error:
         raise PydanticCustomError("bucket", "{text}", {"text": str(error)}) from None
 
 
+SCRATCH = "SERRIED_SCRATCH"
+"""Variable with the folder for scratch folders."""
+
+
 def scratch_folder(url: str) -> Path:
     """Return the folder of this node for the run at ``url`` in a bucket: its name is a hash of the URL, inside
     ``$SERRIED_SCRATCH`` or this user's folder for temporary files."""
-    given = os.environ.get("SERRIED_SCRATCH")
+    given = os.environ.get(SCRATCH)
     root = Path(given) if given else Path(tempfile.gettempdir()) / f"serried-{os.getuid()}"
     return root.absolute() / hashlib.sha256(url.encode()).hexdigest()[:16]
 
@@ -135,7 +140,7 @@ PathText = Annotated[str, BeforeValidator(_refuse_address)]
 
 def _refuse_other_address(value: Any) -> Any:
     if not is_bucket_url(value):
-        return _refuse_address(value)
+        return _refuse_address(value, takes_buckets=True)
     try:
         return check_bucket_url(value, "")
     except UserError:

@@ -18,15 +18,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_serializer, model_validator
 
+from serried.configs.bucket_paths import with_urls
 from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
 from serried.configs.schema.fields import (
+    SCRATCH,
     Count,
     CountOrAuto,
     CountOrZero,
     Degree,
     Number,
     PathOrUrl,
-    PathText,
     PositiveCount,
     RunPath,
     Section,
@@ -67,10 +68,15 @@ class RunSection(Section):
         """The run folder as the user gave it, for messages: a URL or a path."""
         return self._url or str(self.dir)
 
+    @property
+    def another_disk(self) -> str:
+        """Setting that chooses another disk for the files that ``dir`` holds, for messages."""
+        return "run.dir=FOLDER" if self._url is None else f"{SCRATCH}=FOLDER"
+
     def shown(self, path: Path | None) -> str:
         """Return a path for messages: with the URL in place of the scratch folder of a run in a bucket."""
         if self._url is None or path is None or not path.is_relative_to(self.dir):
-            return str(path)
+            return with_urls(str(path))
         return f"{self._url}/{path.relative_to(self.dir)}"
 
     @model_validator(mode="wrap")
@@ -489,10 +495,10 @@ class CheckpointSection(Section):
     upload_limit: str | None = None
     """Limit of uploads to a bucket per node, such as ``500MB/s``, while training continues; null: none. A save that
     training waits for is not limited."""
-    resume: PathText = Field(default="auto", min_length=1)
+    resume: PathOrUrl = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a folder of weights (with adapters, a PEFT folder).
-    From weights, and from a run of another task, a run starts at step 0."""
+    ``s3://BUCKET/RUN`` is a run in a bucket. From weights, and from a run of another task, a run starts at step 0."""
     weights_only: bool = False
     """Use only the weights of a path in ``resume``, even of a run: start at step 0 with a new optimizer."""
     strict: bool = True

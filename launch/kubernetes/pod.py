@@ -7,6 +7,7 @@
  70  the run failed, and would fail again
  75  it was stopped, or another pod ended: a new pod resumes it
  78  a mistake in the command or the environment
+ 69  the bucket does not answer: a new pod starts, and it counts as one of the restarts that are allowed
 ===  ===============================================================================
 
 This replaces torchrun, which exits with 1 for every failure. Its agent on the first node also waits for the others for
@@ -31,8 +32,7 @@ from serried.configs.formats import printable
 from serried.configs.plain_data import NotPlainData, parse_json
 from serried.configs.schema.fields import scratch_folder
 from serried.launch.local.processes import NotedSignals, Started, killed_by, wait_for_all
-from serried.launch.slurm.requeue import ANOTHER_POD, ENDS, earlier_end, verdict
-from serried.records.head import read_head
+from serried.launch.slurm.requeue import ANOTHER_POD, ENDS, earlier_end, newest_in_bucket, verdict
 from serried.records.object_store import open_store
 from serried.records.status import Status, read_status
 from serried.records.store import StoreError
@@ -48,6 +48,7 @@ TERMINATION_LOG = "SERRIED_TERMINATION_LOG"
 PORT = 29500
 """Port at which the pods meet. The ranks meet at the next one."""
 
+EXIT_UNAVAILABLE = 69
 _PATIENCE_SECONDS = 1800.0
 _ANSWER_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
@@ -244,7 +245,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     if node.is_in_bucket:
         verdict = node.judge(failed, status, asked=asked, has_lost_pod=has_lost_pod)
         if not has_lost_pod:
-            attempt.tell_done(verdict)
+            attempt.tell_done((EXIT_STOPPED, verdict[1]) if verdict[0] == EXIT_UNAVAILABLE else verdict)  # counts once
         return node.end(*verdict)
     if not failed or (status is not None and status.state != "running" and not has_lost_pod):
         attempt.tell_done()
@@ -368,6 +369,8 @@ class Node:
         newest = self._ends.newest_checkpoint
         found = verdict(self._run_dir, self._start, has_lost_pod=has_lost_pod, newest_checkpoint=newest)
         self._ends.upload(self._start.parent / ENDS)
+        if found[0] == EXIT_STOPPED and not asked and not has_lost_pod and not self._ends.can_be_read():
+            return EXIT_UNAVAILABLE, found[1]  # counts, or a wrong address would start pods forever
         return found if failed else (EXIT_FINISHED, found[1])
 
     def final_status(self, patience_seconds: float = _ENDING_SECONDS) -> Status | None:
@@ -409,6 +412,14 @@ class _EndsInBucket:
             if (found := self._store.get(self._key)) is not None:
                 path.write_bytes(found[0][-_MOST_ENDS_BYTES:])
 
+    def can_be_read(self) -> bool:
+        """Return whether the bucket answers."""
+        try:
+            self._store.stat(self._key)
+        except StoreError:
+            return False
+        return True
+
     def upload(self, path: Path) -> None:
         """Write the file at ``path`` to the bucket."""
         with suppress(OSError):
@@ -416,10 +427,7 @@ class _EndsInBucket:
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint; None if there is none."""
-        with suppress(StoreError, UserError):
-            if (head := read_head(self._store)) is not None and head.checkpoints:
-                return head.checkpoints[-1].step
-        return None
+        return newest_in_bucket(self._store)
 
 
 def _unless_signaled(signals: NotedSignals, meet: Callable[[], Attempt]) -> Attempt | None:

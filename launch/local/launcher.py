@@ -67,7 +67,9 @@ def run_local(
         output = config.run.dir / _OUTPUT / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
         output.mkdir()  # not with tempfile, whose folders only their owner may read
     except OSError as error:
-        raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
+        raise UserError(
+            f"cannot write the run folder {config.run.dir}: {error.strerror}; use {config.run.another_disk}"
+        ) from None
     end_in_one_line(PASSED_ON)
     # Set before torch is imported, because it reads OMP_NUM_THREADS then.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))

@@ -11,8 +11,8 @@ from serried.configs.subcommand_arguments import number, pairs
 from serried.records.bucket_run import CONTROL, rebuilt_head, write_request
 from serried.records.files import write_atomically
 from serried.records.head import HEAD, Head
-from serried.records.mirror import download_records, records_folder, remove_records
 from serried.records.object_store import open_store
+from serried.records.record_upload import download_records, records_folder, remove_records
 from serried.records.status import read_status
 from serried.records.store import StoreError
 from serried.runtime.process import say

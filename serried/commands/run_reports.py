@@ -8,6 +8,7 @@ from serried.configs.plain_data import read_if_there
 from serried.configs.subcommand_arguments import pairs
 from serried.records.files import output_file
 from serried.records.metrics import METRICS
+from serried.records.run_folder import place_of
 from serried.runtime.process import say
 from serried.saved import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep
 
@@ -41,7 +42,7 @@ def report(words: list[str]) -> int:
         except OSError as error:
             raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in a folder that exists") from None
         written = f"{with_urls(str(out))}, {size(out.stat().st_size)}"
-    what = f"{len(runs)} runs compared" if len(runs) > 1 else str(runs[0])
+    what = f"{len(runs)} runs compared" if len(runs) > 1 else place_of(runs[0])
     return say(f"report     {what}: {written}; open it in a browser")
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from serried.configs.errors import UserError
-from serried.records import bucket_run, object_store
+from serried.records import bucket_run, object_store, run_folder
 from serried.records.head import Entry, Head, read_head
 from serried.records.object_store import ObjectStore, open_store
 from serried.records.ranged_files import RangedFile
@@ -192,17 +192,22 @@ def test_store_that_does_not_answer_is_no_damage(
 def test_full_scratch_disk_is_a_mistake_and_the_claim_ends(
     started: str, text: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(bucket_run, "download_records", full)
-    ended = run_here(tiny_overrides(text, started))
-    assert ended.code == 78, ended.printed
-    assert f"cannot write the scratch folder {scratch}/" in ended.printed
-    assert "No space left on device; set SERRIED_SCRATCH to another folder" in ended.printed
-    head = read_head(open_store(started))
-    assert head is not None
-    assert head.state == "free"
+    for replaced, what, fix in (
+        ((bucket_run, "download_records"), "the scratch folder ", "set SERRIED_SCRATCH to another folder"),
+        ((run_folder, "write_atomically"), "", "use SERRIED_SCRATCH=FOLDER"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(*replaced, full)
+            ended = run_here(tiny_overrides(text, started))
+        assert ended.code == 78, ended.printed
+        assert f"cannot write {what}{scratch}/" in ended.printed
+        assert f"No space left on device; {fix}" in ended.printed
+        head = read_head(open_store(started))
+        assert head is not None
+        assert head.state == "free"
 
 
 @pytest.mark.parametrize("knows", [True, False])

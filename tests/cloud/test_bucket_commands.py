@@ -113,3 +113,19 @@ def test_lost_head_is_rebuilt_after_asking(
     ended = run_here(tiny_overrides(text, url))
     assert ended.code == 0, "the request from before the loss does not stop it"
     assert "step 5/6" in ended.printed
+
+
+def test_status_of_a_folder_of_runs_lists_them(
+    trained: str, server: S3Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parent = trained.rpartition("/")[0]
+    store = open_store(f"{parent}/copied")
+    for key, content in server.objects("commands/trained/").items():
+        if "/checkpoints/" not in key:
+            store.put(key.removeprefix("commands/trained/"), content)
+    before = len(server.requests())
+    assert serried(["status", parent, "--json"]) == 0
+    assert len(json.loads(f"[{','.join(capfd.readouterr().out.splitlines())}]")) == 2
+    assert not [line for line in server.requests()[before:] if "checkpoints/" in line]
+    assert serried(["status", f"run.dir={parent}"]) == 0
+    assert capfd.readouterr().out.count(f"run     {trained}\nstate   finished: all steps done, exit code 0\n") == 2

@@ -175,3 +175,25 @@ def test_nodes_without_a_common_disk_train_from_a_model_in_a_bucket(
     assert [len(folders) for folders in prepared] == [1, 1]
     weights = [list((tmp_path / f"disk-{number}").rglob("downloads/*/contents/*")) for number in range(2)]
     assert len(weights[0]) == len(weights[1]) + 30  # only the node that prepared has the text
+
+
+def test_file_that_is_written_beside_the_named_one_replaces_no_object(server: S3Server, folder: str) -> None:
+    client, data = server.client(), f"{folder}/model.onnx.data"
+    client.put_object(Bucket="bucket", Key=data, Body=b"kept")
+    with (
+        pytest.raises(UserError, match=rf"out={server.url(data)} exists already; use another out"),
+        bucket_paths.output_path(server.url(f"{folder}/model.onnx")) as path,
+    ):
+        for name in (path.name, f"{path.name}.data"):
+            path.with_name(name).write_bytes(b"new")
+    assert server.objects(folder) == {data: b"kept"}
+
+
+def test_lines_that_a_library_prints_are_not_taken_for_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["a warning", "3", '{"level": "info"}', '{"answer": [1, 2]}']
+    (tmp_path / "talks.py").write_text("".join(f"print({line!r}, flush=True)\n" for line in lines))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert bucket_paths.ask_process("talks", {}, lambda _: None) == [1, 2]
+    assert capfd.readouterr().err.splitlines() == lines[:3]

@@ -4,14 +4,15 @@ import json
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from serried.configs.errors import UserError
-from serried.records.bucket_run import rebuilt_head
+from serried.records.bucket_run import CONTROL, new_request, rebuilt_head
 from serried.records.head import HEAD, Earlier, Entry, Fenced, Head, HeadContent, read_head
 from serried.records.object_store import ObjectStore
-from serried.records.store import StoreError
+from serried.records.store import StoreError, Unclear
 from testing.s3_server import S3Server
 
 pytestmark = pytest.mark.cloud
@@ -77,7 +78,7 @@ def test_renewed_run_refuses_a_second_start_which_names_the_owner(store: ObjectS
     said: list[str] = []
     with pytest.raises(UserError, match=rf"process {head.content.owner[:8]} on \S+ trains in s3://.*run\.dir=OTHER"):
         Head.claim(store, "another job", patience_seconds=30.0, say=said.append)
-    assert said[0].startswith("waiting    30 s for process")
+    assert said[0].startswith("waiting    up to 30 s for process ")
     head.release()
 
 
@@ -104,18 +105,20 @@ def test_clock_that_is_an_hour_off_changes_no_claim_renewal_or_refusal(store: Ob
 
 
 def test_one_of_four_concurrent_claims_wins(store: ObjectStore) -> None:
-    won: list[int] = []
+    won: list[Head] = []
 
     def start() -> None:
         with suppress(UserError):
-            won.append(claim(store, patience_seconds=0.5).epoch)
+            won.append(claim(store, patience_seconds=2.0, renew_seconds=0.1))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert won == [1]
+    for head in won:
+        head.release()
+    assert [head.epoch for head in won] == [1]
 
 
 def test_commit_takes_one_request_and_retention_removes_the_files_of_old_checkpoints(
@@ -254,3 +257,32 @@ def test_invalid_head_of_a_stranger_is_refused_in_one_line(change: dict[str, obj
     is_newer = "version" in change
     with pytest.raises(UserError, match="has version 2" if is_newer else "there is no complete checkpoint"):
         rebuilt_head(store)  # a head of a later version is not lost
+
+
+def test_request_is_followed_although_the_note_of_it_got_no_answer(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = Head.claim(store, renew_seconds=100.0)
+    store.put(CONTROL, b"stop 1234")
+    with monkeypatch.context() as patched:
+        put, get = store.put, store.get
+
+        def put_without_answer(*given: Any) -> str:
+            put(*given)
+            raise Unclear("no answer in time")
+
+        def get_all_but_the_head(key: str) -> tuple[bytes, str] | None:
+            if key == HEAD:
+                raise StoreError("no answer in time")
+            return get(key)
+
+        patched.setattr(store, "put", put_without_answer)
+        patched.setattr(store, "get", get_all_but_the_head)
+        with pytest.raises(StoreError):
+            new_request(head, "")
+    head.renew()
+    request = new_request(head, "")
+    assert request is not None
+    assert request[0] == "stop"
+    assert new_request(head, request[1]) is None
+    head.release()

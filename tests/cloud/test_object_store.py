@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.records import object_store
 from serried.records.object_store import ObjectStore, open_store
-from serried.records.store import ABSENT, Conflict, StoreError, Unclear
+from serried.records.store import ABSENT, Conflict, NoAnswer, StoreError, Unclear
 from testing.s3_server import SECRET, S3Server
 
 pytestmark = pytest.mark.cloud
@@ -221,6 +222,72 @@ def test_missing_credentials_and_missing_obstore_are_refused(monkeypatch: pytest
     script += "from serried.records.object_store import open_store; open_store('s3://b/x')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "UserError: run.dir=s3://b/x needs obstore; pip install 'serried[cloud]'" in done.stderr
+
+
+class Clock:
+    """Time of a process that does nothing but wait."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_outage_is_waited_for_once_by_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore.exceptions import BaseError
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    clock, tries = Clock(), 0
+    monkeypatch.setattr(object_store, "time", clock)
+    stores = [open_store(f"s3://of-this-test/{name}") for name in "ab"]
+
+    def unanswered(*_: object, **__: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise BaseError("HTTP error: error sending request")
+
+    def absent(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    def took(call: Callable[[], object]) -> tuple[float, int]:
+        nonlocal tries
+        began, tries = clock.seconds, 0
+        with pytest.raises(NoAnswer):
+            call()
+        return clock.seconds - began, tries
+
+    for store in stores:
+        monkeypatch.setattr(store, "obstore", SimpleNamespace(get=unanswered, put=unanswered, head=absent))
+    waited, tried = took(lambda: stores[0].get("a"))
+    assert (180 < waited < 190, tried > 30) == (True, True), (waited, tried)
+    assert took(lambda: stores[0].put("a", b"1")) == (0.0, 1)
+    assert took(lambda: stores[1].get("a")) == (0.0, 1)
+    stores[1].begin_to_wait()
+    assert took(lambda: stores[0].get("a"))[0] > 180
+    assert stores[0].stat("a") is None, "an answer"
+    assert took(lambda: stores[1].put("a", b"1"))[0] > 180
+
+
+def test_reason_of_an_outage_is_a_few_words(server: S3Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(server.url(folder), retry_seconds=0.3)
+    server.set_faults(down=1.0)
+    with pytest.raises(NoAnswer) as failed:
+        store.get("a")
+    proxy = f"127.0.0.1:{server.proxy_port}"
+    assert str(failed.value) == f"{server.url(folder)}/a: the connection to {proxy} breaks"
+    server.set_faults(slow_down=1.0)
+    with pytest.raises(Unclear) as failed:
+        store.put("a", b"1")
+    assert str(failed.value) == f"cannot write {server.url(folder)}/a: SlowDown"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(NoAnswer) as failed:
+        ObjectStore(server.url(folder), retry_seconds=0.3).stat("a")
+    assert str(failed.value).endswith("/a: no connection to 127.0.0.1:9: Connection refused")
 
 
 def test_refusal_of_any_provider_is_final(server: S3Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

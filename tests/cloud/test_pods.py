@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from serried.configs.errors import EXIT_STOPPED
+from serried.configs.schema.fields import scratch_folder
+from serried.launch.kubernetes import pod
+from serried.launch.kubernetes.manifests import FAILURE_POLICY
 from serried.launch.kubernetes.pod import Node
 from serried.program import main
+from serried.records.status import Status, write_status
 from testing.disturb import send
 from testing.runs import losses, run_here, tiny_overrides
 from testing.s3_server import SECRET, S3Server
@@ -93,6 +98,32 @@ def test_pod_that_ends_is_replaced_and_the_run_has_the_undisturbed_losses(
     environment = {"SERRIED_RUN_DIR": server.url(folder), "SERRIED_JOB": "uid-of-the-job", "JOB_COMPLETION_INDEX": "1"}
     assert str(Node({**os.environ, **environment}).earlier_end()).startswith("finished at step 20")
     assert Node({**os.environ, **environment, "SERRIED_JOB": "another"}).earlier_end() is None
+
+
+@pytest.mark.cloud
+def test_stop_counts_if_the_bucket_does_not_answer(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a wrong address would start pods forever."""
+    monkeypatch.setenv("SERRIED_SCRATCH", str(tmp_path))
+    monkeypatch.setattr(pod, "_BUCKET_RETRY_SECONDS", 0.3)
+    node = Node(
+        {**os.environ, "SERRIED_RUN_DIR": server.url(folder), "SERRIED_JOB": "uid", "JOB_COMPLETION_INDEX": "0"}
+    )
+    assert node.earlier_end() is None
+    node.begin()
+    run_dir = scratch_folder(server.url(folder))
+    write_status(run_dir, Status("stopped", 0, "cannot use run.dir: no answer in time", EXIT_STOPPED))
+    server.set_faults(down=1.0)
+    stopped = {0: EXIT_STOPPED}
+    code, line = node.judge(stopped, node.final_status(), asked=None, has_lost_pod=False)
+    assert (code, line) == (69, "stopped at step 0: cannot use run.dir: no answer in time")
+    assert node.judge(stopped, node.final_status(), asked="SIGTERM", has_lost_pod=False)[0] != 69
+    server.set_faults()
+    (run_dir / "kubernetes/ends.jsonl").unlink()
+    assert node.judge(stopped, node.final_status(), asked=None, has_lost_pod=False)[0] == EXIT_STOPPED
+    rules = FAILURE_POLICY["rules"]
+    assert not [rule for rule in rules if 69 in rule.get("onExitCodes", {}).get("values", ())], "so that it counts"
 
 
 @pytest.mark.cloud

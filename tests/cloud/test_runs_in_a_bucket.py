@@ -7,12 +7,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from serried.cli import main as serried
+from serried.launch.sweep.grid import read_sweep
+from serried.launch.sweep.points import Point
+from serried.launch.sweep.sweep_table import Outcome, outcome_of
+from serried.launch.sweep.train_sweep import run_sweep
+from serried.records import object_store
 from serried.records.head import Head, read_head
 from serried.records.object_store import open_store
+from serried.records.status import read_status
 from serried.trainer.callbacks import Callback, Run
 from serried.trainer.monitor import control_file
 from serried.trainer.trainer import Trainer
@@ -75,7 +82,7 @@ def test_run_writes_its_records_to_the_bucket_and_commands_read_them(
     assert serried(["logs", url]) == 0
     assert "step 6/6  loss " in capfd.readouterr().out
     assert serried(["report", url]) == 0
-    assert "report.html" in capfd.readouterr().out
+    assert f"report     {url}: report.html, " in capfd.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 50_000
     assert serried(["plan", "compare", url]) == 0
     assert "step" in capfd.readouterr().out
@@ -165,8 +172,22 @@ def test_next_start_has_the_records_of_the_run_and_removes_the_old_copy(
     assert not server.objects(f"{folder}/records/1/")
 
 
+class Saves(Callback):
+    """A callback that keeps the checkpoints it is given."""
+
+    saved: ClassVar[list[object]] = []
+
+    def on_save(self, run: Run) -> None:
+        self.saved.append(run.checkpoint)
+
+
 def test_run_that_starts_again_keeps_the_earlier_one(server: S3Server, folder: str, url: str, text: Path) -> None:
-    assert run_here(tiny_overrides(text, url, "trainer.stop_at=4")).code == 75
+    Saves.saved.clear()
+    callback = ("--callback", f"{__name__}:Saves")
+    assert run_here([*tiny_overrides(text, url, "trainer.stop_at=4"), *callback]).code == 75
+    first = read_head(open_store(url))
+    assert first is not None
+    assert Saves.saved == [f"{url}/{entry.prefix}" for entry in first.checkpoints]
     assert run_here(tiny_overrides(text, url, "checkpoint.resume=never", "trainer.stop_at=2")).code == 75
     head = read_head(open_store(url))
     assert head is not None
@@ -275,6 +296,77 @@ def test_expired_credentials_cost_a_save_and_no_step(server: S3Server, folder: s
     head = read_head(open_store(url))
     assert head is not None
     assert [entry.step for entry in head.checkpoints] == [2, 6]
+
+
+def test_start_in_an_outage_can_be_repeated(
+    server: S3Server, url: str, text: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store.open_store, "__kwdefaults__", {"retry_seconds": 0.3})
+    server.set_faults(down=1.0)
+    ended = run_here(tiny_overrides(text, url))
+    assert ended.code == 75, ended.printed
+    last = ended.printed.splitlines()[-1]
+    assert last.startswith(f"stopped: cannot use run.dir={url}: {url}/head.json: the connection to 127.0.0.1:"), last
+    assert last.endswith(" breaks; run the same command to resume")
+    (folder,) = scratch.iterdir()
+    status = read_status(folder)
+    assert status is not None
+    assert (status.state, status.exit_code) == ("stopped", 75), "for the launcher"
+    server.set_faults()
+    assert run_here(tiny_overrides(text, url)).code == 0
+
+
+def test_end_in_an_outage_loses_nothing_that_was_committed(
+    server: S3Server, folder: str, url: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERRIED_JOB", "job-1")  # the next process of the same job need not wait
+
+    def disconnect(trainer: Trainer, step: int) -> None:
+        if step == 5:
+            trainer.saver.wait()
+            server.set_faults(down=1.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store.open_store, "__kwdefaults__", {"retry_seconds": 0.3})
+        ended = run_here(tiny_overrides(text, url), disconnect)
+    assert ended.code == 75, ended.printed
+    warnings = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1, ended.printed
+    assert warnings[0].startswith(f"WARNING    the last records are not in {url}/records/1: ")
+    why = f"stopped: step 6 is done, but its checkpoint cannot be saved: cannot write {url}/checkpoints/00000006-1-"
+    last = ended.printed.splitlines()[-1]
+    assert why in ended.printed, ended.printed
+    assert last.endswith("the newest checkpoint is from step 4; run the same command to resume"), ended.printed
+    server.set_faults()
+    assert run_here(tiny_overrides(text, url)).code == 0
+    head = read_head(open_store(url))
+    assert head is not None
+    assert [entry.step for entry in head.checkpoints] == [4, 6]
+    assert [line["step"] for line in lines(server, folder, 2)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_runs_of_a_sweep_are_in_the_bucket_and_compared_in_a_folder(
+    server: S3Server, url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = read_sweep([*tiny_overrides(text, url, "run.name=tiny", "trainer.steps=2"), "optim.lr=0.01,0.02"])
+
+    def train(point: Point, signals: object) -> Outcome:
+        del signals
+        assert run_here(list(point.argv)).code == 0
+        return outcome_of(point)
+
+    assert run_sweep(sweep, lambda *_: None, train) == 0
+    rows = (tmp_path / "runs/tiny-sweep-lr/sweep.csv").read_text().splitlines()
+    assert sorted(row.rpartition(",")[2] for row in rows) == ["run_dir", f"{url}/lr-0.01", f"{url}/lr-0.02"]
+    heads = [read_head(open_store(f"{url}/lr-{lr}")) for lr in ("0.01", "0.02")]
+    assert [[entry.step for entry in head.checkpoints] for head in heads if head is not None] == [[2], [2]]
+    capfd.readouterr()
+    assert serried(["status", url]) == 0
+    assert capfd.readouterr().out.count("state   finished: all steps done") == 2
+    before = len(server.requests())
+    assert run_sweep(sweep, lambda *_: None, train) == 0, "each run finds that it is finished"
+    assert not [line for line in server.requests()[before:] if line.startswith("PUT") and "/checkpoints/" in line]
 
 
 def test_process_that_used_a_bucket_is_not_forked(url: str) -> None:

@@ -26,7 +26,7 @@ from serried.records.head import HEAD, Earlier, Entry, Fenced, Head, HeadContent
 from serried.records.object_store import s3_endpoint
 from serried.records.ranged_files import BLOCK_BYTES, DamagedFile, RangedFile, attach
 from serried.records.run_folder import RunFolder
-from serried.records.store import ABSENT, Conflict, Store, StoreError, Upload, upload_file
+from serried.records.store import ABSENT, Conflict, NoAnswer, Store, StoreError, Upload, ended_by, upload_file
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -142,6 +142,7 @@ class BucketCheckpoints:
         return self._head.begin(step), None
 
     def files(self, attempt: str) -> BucketFiles:
+        self._store.begin_to_wait()  # a save is not given up because of an outage before it
         return BucketFiles(self._store, f"checkpoints/{attempt}", self._pace)
 
     def hurry(self, is_urgent: bool) -> None:
@@ -248,6 +249,17 @@ class BucketCheckpoints:
         """Whether this process may still write, as far as this rank knows."""
         return self._folder is None or self._head.is_ours
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the store does not answer."""
+        try:
+            self._store.stat(HEAD)
+        except NoAnswer:
+            return True
+        except StoreError:
+            pass  # an answer
+        return False
+
     def where(self, step: int) -> str:
         entries = [entry for entry in self._head.content.checkpoints if entry.step == step]
         return self._store.where(entries[0].prefix if entries else f"checkpoints/{step:08d}-...")
@@ -264,21 +276,11 @@ class BucketCheckpoints:
 
     def open(self, path: Path) -> str | None:
         """Make a checkpoint readable on all nodes. Returns why it is damaged, else None. This is a collective call."""
-        answer = self._session.once(lambda: self._fetch(path))
-        if "damage" in answer:
-            return str(answer["damage"])
-        self._session.once_per_node(lambda: _write_folder(path, answer))
-        attach_files(self._store, path, answer)
-        return None
+        return open_on_all_nodes(self._store, path, self._session, lambda: self._fetch(path))
 
     def _fetch(self, path: Path) -> dict[str, Any]:
         entry = next(entry for entry in self._head.content.checkpoints if entry.step == step_of(path))
-        try:
-            return fetch_contents(self._store, entry)
-        except Damaged as damaged:
-            return {"damage": str(damaged)}
-        except StoreError as error:
-            raise UserError(f"cannot read {error}") from None
+        return fetch_contents(self._store, entry)
 
     def best(self) -> tuple[int, float] | None:
         found = _best(self._head.content.checkpoints, self._section)
@@ -325,6 +327,29 @@ def set_aside(folder: RunFolder, head: Head, start_step: int | None) -> list[str
 # checkpoints as local folders -----------------------------------------------------------------------------------------
 
 
+def open_on_all_nodes(store: Store, path: Path, session: Session, fetch: Callable[[], dict[str, Any]]) -> str | None:
+    """Make a checkpoint readable through the local folder ``path`` on all nodes. ``fetch``, which is called on one
+    rank, returns its contents as ``fetch_contents`` does.
+
+    Returns why the checkpoint is damaged, else None. This is a collective call.
+    """
+
+    def fetched() -> dict[str, Any]:
+        try:
+            return fetch()
+        except Damaged as damaged:
+            return {"damage": str(damaged)}
+        except StoreError as error:
+            raise ended_by(error, f"cannot read {error}") from None
+
+    answer = session.once(fetched)
+    if "damage" in answer:
+        return str(answer["damage"])
+    session.once_per_node(lambda: _write_folder(path, answer))
+    attach_files(store, path, answer)
+    return None
+
+
 def fetch_contents(store: Store, entry: Entry) -> dict[str, Any]:
     """Return the contents of a local folder of the checkpoint, as plain data: the small files and the headers.
 
@@ -353,7 +378,7 @@ def fetch_contents(store: Store, entry: Entry) -> dict[str, Any]:
 def _header(store: Store, key: str, record: FileRecord) -> bytes:
     """Return the header of a safetensors file. Usually this is one request.
 
-    Raises ``Damaged``, or ``UserError`` if the store does not answer: then the checkpoint may be whole.
+    Raises ``Damaged``, or another error if the store does not answer: then the checkpoint may be whole.
     """
     file = RangedFile(store, key, record.size, record.blocks)
     start = memoryview(bytearray(min(record.size, BLOCK_BYTES)))

@@ -48,6 +48,10 @@ class Checkpoints(Protocol):
     def is_ours(self) -> bool:
         """Whether no other process has taken over the run in the bucket."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the bucket does not answer. Asked on rank 0."""
+
     def path(self, step: int) -> Path:
         """Return the folder through which the checkpoint of ``step`` is read."""
 
@@ -109,6 +113,7 @@ class FolderCheckpoints:
         self._session = session
 
     is_ours = True
+    is_away = False
 
     def path(self, step: int) -> Path:
         return self._folder / folder_name(step)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from serried.configs.bucket_paths import with_urls
+from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.hugging_face.model_folder import adapters_alone
@@ -36,6 +37,7 @@ from serried.trainer.checkpoint.checkpoints import (
     origin_of,
 )
 from serried.trainer.checkpoint.manifest import MANIFEST, fsync_folder, read_manifest
+from serried.trainer.checkpoint.resume_from_bucket import CheckpointsAtUrl
 from serried.trainer.checkpoint.retention import STEMS, named, step_of, weights_alone
 from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
 
@@ -97,12 +99,17 @@ def find_start(
     resuming would silently change the run.
     """
     checkpoints = checkpoints_of(config, session, folder)
-    chosen = session.once(partial(_candidates, config, checkpoints, pretrained))
+    given = CheckpointsAtUrl(config, session) if is_bucket_url(config.checkpoint.resume) else None
+    chosen = session.once(partial(_candidates, config, checkpoints, pretrained, given))
+    parent = given.folder if given is not None and chosen["is_given"] else config.run.dir / CHECKPOINTS
     notes, damages = list(chosen["notes"]), []
     # Scratch folders may differ between nodes, so the run's own checkpoints are identified by name.
-    for path in (config.run.dir / CHECKPOINTS / name for name in chosen["candidates"]):
-        is_own = path.parent == config.run.dir / CHECKPOINTS
-        problem = known_damage.get(path) or (checkpoints.open(path) if is_own else damage(path, session))
+    for path in (parent / name for name in chosen["candidates"]):
+        problem = known_damage.get(path)
+        if problem is None and path.parent == config.run.dir / CHECKPOINTS:
+            problem = checkpoints.open(path)
+        elif problem is None:
+            problem = damage(path, session) if given is None else given.open(path)
         if problem is not None:
             damages.append(problem)
             continue
@@ -141,7 +148,10 @@ def download_on_all_nodes(folder: Path, find: Callable[[], Path | None], session
         session.same_everywhere(f"the copy of {url}", session.once_per_node(lambda: str(find())))
 
 
-def _candidates(config: RunConfig, checkpoints: Checkpoints, pretrained: Callable[[], Path | None]) -> dict[str, Any]:
+def _candidates(
+    config: RunConfig, checkpoints: Checkpoints, pretrained: Callable[[], Path | None],
+    given: CheckpointsAtUrl | None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the checkpoints to try, newest first, or a folder of weights. Called on one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
@@ -156,15 +166,23 @@ def _candidates(config: RunConfig, checkpoints: Checkpoints, pretrained: Callabl
                 "candidates": own, "weights": str(weights) if weights else None,
                 "origin": checkpoints.origin() if own else None, "notes": [], "is_given": False,
             }  # fmt: skip
-        given = expanded(resume).absolute()
-        origin = os.path.normpath(given)  # the same for every spelling of the path; links are not resolved
+        origin = _origin(resume)
         if own and checkpoints.origin() == origin:
             # The same command was run before. That run started from ``origin`` and has its own checkpoints now.
             note = f"this run started from {resume} and has its own checkpoints now: resuming from the newest"
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note], "is_given": False}
-        return {"origin": origin, "notes": [], "is_given": True, **_open(given, config)}
+        if given is not None:
+            return {"candidates": given.names(), "weights": None, "origin": origin, "notes": [], "is_given": True}
+        return {"origin": origin, "notes": [], "is_given": True, **_open(expanded(resume).absolute(), config)}
     except OSError as error:
         raise _not_read(error, own_folder) from None
+
+
+def _origin(resume: str) -> str:
+    """Return the path or URL in ``checkpoint.resume``, the same for every spelling; links are not resolved."""
+    if is_bucket_url(resume):
+        return check_bucket_url(resume, "checkpoint.resume")
+    return os.path.normpath(expanded(resume).absolute())
 
 
 def _takes_weights_only(state: Mapping[str, Any], config: RunConfig) -> bool:
@@ -186,7 +204,10 @@ def _with_weights(
         raise UserError(adapters_alone(config.checkpoint.resume))
     if not config.checkpoint.weights_only:
         name = value_at("config.task.name", state)
-        notes = [*notes, f"{path} was trained by task.name={name}: only its weights are used, from step 0"]
+        notes = [
+            *notes,
+            f"{config.run.shown(path)} was trained by task.name={name}: only its weights are used, from step 0",
+        ]
     return Start(weights=path, origin=origin, notes=[*notes])
 
 
@@ -241,10 +262,11 @@ def resumed_checkpoints(config: RunConfig) -> list[Path]:
         own = _newest_first(own_folder)
         if resume in ("auto", "must", "never"):
             return [] if resume == "never" else own
-        given = expanded(resume).absolute()
-        if own and origin_of(own) == os.path.normpath(given):
+        if own and origin_of(own) == _origin(resume):
             return own
-        found = _checkpoints_in(given)
+        if is_bucket_url(resume):
+            return []
+        found = _checkpoints_in(expanded(resume).absolute())
         states = (read_if_there(checkpoint / STATE) for checkpoint in found)
         return [] if any(_takes_weights_only(state, config) for state in states) else found
     except OSError as error:
@@ -285,7 +307,7 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
         checkpoints.mkdir(exist_ok=True)
         fsync_folder(folder.path)
     except OSError as error:
-        raise UserError(f"cannot write {checkpoints}: {error.strerror}; use run.dir=FOLDER") from None
+        raise UserError(f"cannot write {checkpoints}: {error.strerror}; use {folder.another_disk}") from None
     return notes
 
 

@@ -239,6 +239,11 @@ class Checkpointer:
         self._copies.allocate(held, self._plan, self._ranks.rank_of_block)
 
     @property
+    def is_away(self) -> bool:
+        """Whether the bucket with the checkpoints does not answer. Asked on rank 0."""
+        return self._checkpoints.is_away
+
+    @property
     def is_begun(self) -> bool:
         """Whether a started save waits for ``finish``."""
         return self._final_state is not None and not self._final_state.done()

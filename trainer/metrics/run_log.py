@@ -204,7 +204,8 @@ class RunLog:
             "checkpoint", step=saved.step, path=saved.where, seconds=saved.seconds,
             stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
         )  # fmt: skip
-        self._callbacks.call("on_save", saved.step, checkpoint=saved.path)
+        is_in_bucket = self._config.run.url is not None
+        self._callbacks.call("on_save", saved.step, checkpoint=saved.where if is_in_bucket else saved.path)
 
     def not_saved(self, step: int, problem: str, newest: str) -> None:
         """Report a failed save. ``newest``: a clause about the newest checkpoint."""

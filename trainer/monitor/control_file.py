@@ -33,6 +33,8 @@ class Control:
         self._ended = threading.Event()
         self._seen: str | None = None
         self._look_in_bucket_at = 0.0
+        self._acted_upon = "" if folder.head is None else folder.head.content.control_seen
+        """Tag of the last request in the bucket that this or an earlier start acted upon."""
 
     def start(self) -> None:
         self._thread.start()
@@ -83,8 +85,10 @@ class Control:
         """Check the object ``control``, which stays in the bucket: the head notes which content was acted upon."""
         if time.monotonic() >= self._look_in_bucket_at:
             self._look_in_bucket_at = time.monotonic() + _LOOK_IN_BUCKET_SECONDS
-            if word := new_request(head):
-                self._follow(word, head.store.where(CONTROL))
+            if request := new_request(head, self._acted_upon):
+                word, self._acted_upon = request
+                if word:
+                    self._follow(word, head.store.where(CONTROL))
 
     def _follow(self, word: str, where: str) -> bool:
         """Note the request ``word``, or print that there is no such request. Return whether there is."""

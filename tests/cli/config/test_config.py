@@ -671,7 +671,8 @@ def test_address_in_place_of_a_path_is_refused(key: str) -> None:
     with declaring(declaration):
         said = refusal(*words, f"{key}=ftp://host/folder")
     assert f"{key}=ftp://host/folder" in said
-    assert "is an address, but only local files and folders are supported; mount the storage" in said
+    assert " is an address, but only local files and folders" in said
+    assert "supported; mount the storage" in said or f": {key}=s3://BUCKET/PATH, gs:// or az://" in said
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.tokenizer", "model.path", "adapter.path"])
@@ -718,7 +719,11 @@ def test_run_in_a_bucket_has_a_scratch_folder_and_keeps_its_url(
         ),
         ("s3://b/x?X-Amz-Security-Token=hush", "run.dir contains a user, a query or a fragment; credentials belong"),
         ("'s3://b/x?secret_key=hush'", "run.dir contains a user, a query or a fragment; credentials belong"),
-        ("https://b/x", "run.dir=https://b/x (command line) is an address, but only local files and folders"),
+        (
+            "https://b/x",
+            "run.dir=https://b/x (command line) is an address, but only local files and folders, and buckets, are "
+            "supported; for a bucket of S3, Google or Azure: run.dir=s3://BUCKET/PATH, gs:// or az://",
+        ),
     ],
 )
 def test_mistake_in_the_url_of_a_run_is_one_line_without_secrets(url: str, expected: str) -> None:
@@ -728,13 +733,29 @@ def test_mistake_in_the_url_of_a_run_is_one_line_without_secrets(url: str, expec
     assert "hush" not in said
 
 
-def test_launch_that_needs_a_folder_refuses_a_bucket() -> None:
-    words = ["run.dir=s3://bucket/runs/one"]
-    with pytest.raises(UserError, match=r"^-m cannot be used with run\.dir=s3://bucket/runs/one: "):
-        read_sweep([*words, "optim.lr=0.1,0.2"])
-    words.append("launch=slurm")
-    with pytest.raises(UserError, match=r"^launch=slurm cannot be used with run\.dir=s3://bucket/runs/one: "):
-        start_elsewhere(words, compose(words), lambda: None, lambda: None)
+def test_runs_of_a_sweep_are_below_the_url_and_its_table_is_in_a_folder() -> None:
+    sweep = read_sweep(["run.dir=s3://bucket/runs", "run.name=tiny", "optim.lr=0.1,0.2"])
+    places = [(point.config.run.name, point.config.run.url) for point in sweep.points]
+    assert places == [(f"tiny-lr-{lr}", f"s3://bucket/runs/lr-{lr}") for lr in ("0.1", "0.2")]
+    assert sweep.folder == Path("runs/tiny-sweep-lr")
+    with pytest.raises(UserError, match=r"^search\.trials cannot be used with run\.dir=s3://bucket/runs: "):
+        read_sweep(["run.dir=s3://bucket/runs", "search.trials=2", "optim.lr=interval(0.1,0.2)"])
+
+
+def test_batch_script_of_a_run_in_a_bucket_logs_to_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["run.dir=s3://bucket/runs/one", "run.name=one", "launch=slurm", "slurm.dry_run=true", "launch.device=cpu"]
+    assert start_elsewhere(words, compose(words), lambda: None, lambda: None) == 0
+    script = capsys.readouterr().out
+    for line in (
+        f"#SBATCH --output={tmp_path}/runs/one/slurm/%j.log", f"run_dir={tmp_path}/runs/one",
+        "bucket=s3://bucket/runs/one",
+        "arguments=(run.dir=s3://bucket/runs/one run.name=one launch=slurm launch.device=cpu)",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in script, script
+    assert not [*tmp_path.iterdir()]
 
 
 def test_every_key_that_names_a_file_or_folder_is_among_those_that_refuse_addresses() -> None:

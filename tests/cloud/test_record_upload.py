@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from serried.records import mirror
-from serried.records.mirror import Mirror, download_records, download_summary, remove_records
+from serried.records import record_upload
 from serried.records.object_store import open_store
+from serried.records.record_upload import RecordUpload, download_records, download_summary, remove_records
 from serried.records.run_folder import RunFolder
 from serried.records.store import StoreError
 from testing.s3_server import S3Server
+from tests.cloud.test_runs_in_a_bucket import until
 
 pytestmark = pytest.mark.cloud
 
@@ -30,10 +31,10 @@ def steps_in(folder: Path) -> list[int]:
 def test_metrics_are_read_back_whole_after_growth_and_rollback(
     segment_bytes: int, server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(record_upload, "SEGMENT_BYTES", segment_bytes)
     store, run = open_store(server.url(folder)), RunFolder(tmp_path / "run")
     run.begin("a: 1\n", {}, step=0)
-    uploads = Mirror(store, 7, run.path, print, is_main=True)
+    uploads = RecordUpload(store, 7, run.path, print, is_main=True)
 
     def read_back() -> list[int]:
         uploads.flush()
@@ -61,11 +62,11 @@ def test_records_of_all_kinds_are_in_the_next_start(server: S3Server, folder: st
     (run.path / "log/rank-0.log").write_text("hello\n")
     (run.path / "checkpoints").mkdir()
     (run.path / "checkpoints/none-of-the-records").write_text("x")
-    Mirror(store, 1, run.path, print, is_main=True).send_all()
+    RecordUpload(store, 1, run.path, print, is_main=True).send_all()
     other = tmp_path / "other-node"
     (other / "log").mkdir(parents=True)
     (other / "log/rank-1.log").write_text("there\n")
-    Mirror(store, 1, other, print, is_main=False).send_all()
+    RecordUpload(store, 1, other, print, is_main=False).send_all()
     next_start = tmp_path / "next"
     download_records(store, 1, next_start)
     names = {str(path.relative_to(next_start)) for path in next_start.rglob("*") if path.is_file()}
@@ -84,8 +85,8 @@ def test_log_of_another_node_is_newer_than_the_copy_of_an_earlier_start(
         logs[node] = tmp_path / node / "log"
         logs[node].mkdir(parents=True)
         (logs[node] / "rank-1.log").write_text(text)
-    Mirror(store, 2, tmp_path / "other", print, is_main=False).send_all()
-    main = Mirror(store, 2, tmp_path / "main", print, is_main=True)
+    RecordUpload(store, 2, tmp_path / "other", print, is_main=False).send_all()
+    main = RecordUpload(store, 2, tmp_path / "main", print, is_main=True)
     for text in ("a\n", "a\nb\n"):
         (logs["main"] / "rank-0.log").write_text(text)
         main.send_all()
@@ -105,13 +106,11 @@ def test_objects_that_no_run_writes_are_not_downloaded(server: S3Server, folder:
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["fine"]
 
 
-def test_only_what_changed_is_uploaded_and_failures_warn_once(
-    server: S3Server, folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_changed_is_uploaded(server: S3Server, folder: str, tmp_path: Path) -> None:
     store, run = open_store(server.url(folder)), RunFolder(tmp_path / "run")
     run.begin("a: 1\n", {}, step=0)
     train(run, range(1, 3))
-    uploads = Mirror(store, 1, run.path, print, is_main=True)
+    uploads = RecordUpload(store, 1, run.path, print, is_main=True)
     uploads.send_all()
     before = server.counts()
     uploads.send_all()
@@ -120,14 +119,40 @@ def test_only_what_changed_is_uploaded_and_failures_warn_once(
     uploads.flush()
     sent = server.counts() - before
     assert (sent["PUT"], sent["GET"]) == (2, 0), "one segment and the status"
-    Mirror(store, 3, run.path, print, is_main=True).send_all()
+    RecordUpload(store, 3, run.path, print, is_main=True).send_all()
     remove_records(store, 2, [])
     assert {key.split("/")[-2] for key in server.objects(f"{folder}/records")} == {"3"}, "a later start's stay"
-    broken = Mirror(open_store("s3://no-such-bucket/x"), 1, run.path, print, is_main=True)
-    broken.close()
-    broken.close()
-    (line,) = capfd.readouterr().out.splitlines()
-    assert line == (
-        "WARNING    records are not uploaded to s3://no-such-bucket/x/records/1: cannot write "
-        "s3://no-such-bucket/x/records/1/config.yaml: bucket no-such-bucket does not exist. Training continues"
-    )
+
+
+def test_outage_is_reported_once_when_it_begins_and_once_when_it_is_over(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_upload, "_LOOK_SECONDS", 0.01)
+    run, said = RunFolder(tmp_path / "run"), list[str]()
+    run.begin("a: 1\n", {}, step=0)
+    uploads = RecordUpload(open_store("s3://made-later/x"), 1, run.path, said.append, is_main=True)
+    uploads.start()
+    until(lambda: len([line for line in server.requests() if "/made-later/" in line]) >= 3)
+    records = "s3://made-later/x/records/1"
+    assert said == [
+        f"WARNING    records are not uploaded to {records}: cannot write {records}/config.yaml: bucket made-later does "
+        "not exist. Training continues"
+    ]
+    server.make_bucket("made-later")
+    until(lambda: len(said) > 1)
+    uploads.close()
+    assert said[1:] == [f"records    are uploaded again to {records}"]
+
+
+def test_records_that_cannot_be_uploaded_at_the_end_are_one_warning(
+    server: S3Server, folder: str, tmp_path: Path
+) -> None:
+    run, said = RunFolder(tmp_path / "run"), list[str]()
+    run.begin("a: 1\n", {}, step=0)
+    store = open_store(server.url(folder), retry_seconds=0.3)
+    uploads = RecordUpload(store, 1, run.path, said.append, is_main=True)
+    server.set_faults(down=1.0)
+    uploads.close()
+    (line,) = said
+    assert line.startswith(f"WARNING    the last records are not in {server.url(folder)}/records/1: cannot write ")
+    assert line.endswith(" breaks; the next start waits up to 45 s for this process")

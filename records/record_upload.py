@@ -16,10 +16,11 @@ from pathlib import Path
 
 from serried.configs.errors import TrainingStopped
 from serried.records.files import replacing, write_atomically
+from serried.records.head import PATIENCE_SECONDS
 from serried.records.metrics import LOST_METRICS, METRICS
 from serried.records.run_folder import IMAGES, PROFILES
 from serried.records.status import STATUS
-from serried.records.store import ABSENT, ANY, Conflict, Store, StoreError, upload_file
+from serried.records.store import ABSENT, ANY, Conflict, NoAnswer, Store, StoreError, upload_file
 
 RECORDS_PREFIX = "records"
 SEGMENT_BYTES = 4 * 2**20
@@ -43,7 +44,7 @@ def records_folder(epoch: int) -> str:
     return f"{RECORDS_PREFIX}/{epoch}"
 
 
-class Mirror:
+class RecordUpload:
     """Upload the records of one node to the bucket while it trains.
 
     Uploads never end a run: an error is a warning, and the next upload repeats it.
@@ -100,7 +101,14 @@ class Mirror:
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._unless_it_fails(self.send_all)
+        try:
+            self.send_all()
+        except TrainingStopped:  # the training loop has reported it
+            pass
+        except OSError as error:
+            is_claimed = self._is_main and isinstance(error, NoAnswer)
+            then = f"; the next start waits up to {PATIENCE_SECONDS:.0f} s for this process" if is_claimed else ""
+            self._say(f"WARNING    the last records are not in {self._store.where(self._prefix)}: {error}{then}")
 
     def _look_again_and_again(self) -> None:
         others_at = 0.0
@@ -122,6 +130,8 @@ class Mirror:
                 self._say(f"WARNING    records are not uploaded to {where}: {error}. Training continues")
             self._is_failing = True
         else:
+            if self._is_failing:
+                self._say(f"records    are uploaded again to {self._store.where(self._prefix)}")
             self._is_failing = False
 
     def _send_others(self) -> None:

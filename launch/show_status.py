@@ -7,7 +7,7 @@ from typing import Any
 
 from serried.configs.formats import duration
 from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
-from serried.launch.slurm.queue import jobs_of, queued_jobs, was_submitted
+from serried.launch.slurm.queue import jobs_of, queued_jobs, url_of_jobs, was_submitted
 from serried.launch.sweep.sweep_table import RECORD, read_summary, table
 from serried.records.goodput import goodput_of
 from serried.records.lock import is_locked
@@ -18,15 +18,16 @@ from serried.runtime.process import host_name
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of runs and sweeps in ``folder``: folders with a status or a table, or submitted to Slurm."""
-
-    def is_one(path: Path) -> bool:
-        return (path / STATUS).exists() or (path / RECORD).exists() or was_submitted(path)
-
+    """Return the folders of runs and sweeps in ``folder``."""
     try:
-        return sorted(filter(is_one, folder.iterdir()))
+        return sorted(filter(is_listed, folder.iterdir()))
     except OSError:
         return []
+
+
+def is_listed(folder: Path) -> bool:
+    """Return whether ``folder`` is of a run or a sweep: it has a status or a table, or was submitted to Slurm."""
+    return (folder / STATUS).exists() or (folder / RECORD).exists() or was_submitted(folder)
 
 
 def describe_run(run_dir: Path) -> str:
@@ -43,7 +44,9 @@ def describe_run(run_dir: Path) -> str:
     if not jobs and was_submitted(run_dir):
         lines.append(("job", "none in the queue" if queued is not None else "squeue does not answer here"))
     status = read_status(run_dir)
-    if status is None:
+    if status is None and (url := url_of_jobs(run_dir)) is not None:
+        lines.append(("state", f"in the bucket: serried status {shlex.quote(url)}"))
+    elif status is None:
         lines.append(("state", "not started"))
     else:
         ended = "" if status.exit_code is None else f", exit code {status.exit_code}"

@@ -47,11 +47,6 @@ def start_elsewhere(
         from serried.launch.skypilot import submit as create_job
 
         return create_job(argv, config)
-    if config.run.url is not None:
-        raise UserError(
-            f"launch=slurm cannot be used with run.dir={config.run.url}: its script and logs are in run.dir, on a disk "
-            "that the nodes share; use run.dir=FOLDER, or torchrun in a job of your own"
-        )
     from serried.launch.slurm.batch_script import submit
 
     return submit({tuple(argv): config})
@@ -136,7 +131,7 @@ def describe_runs(sweep: Sweep | None) -> str:
         )
     lines = [("sweep", f"{runs}: {keys}; all are checked, and the plan above is for the first")]
     lines += [
-        (f"run {number}/{sweep.runs}", f"{values_shown(sweep.keys, point)}: {point.config.run.dir}")
+        (f"run {number}/{sweep.runs}", f"{values_shown(sweep.keys, point)}: {point.config.run.place}")
         for number, point in enumerate(sweep.points[:_RUNS_DESCRIBED], start=1)
     ]
     lines += [("...", f"{sweep.runs - _RUNS_DESCRIBED} more")] if sweep.runs > _RUNS_DESCRIBED else []

@@ -4,6 +4,7 @@ import fcntl
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema.fields import parse_count, scratch_folder
 from serried.records.files import make_scratch
-from serried.records.head import Entry, HeadContent, read_head
-from serried.records.mirror import download_records, download_summary
+from serried.records.head import HEAD, Entry, HeadContent, read_head
 from serried.records.object_store import open_store
+from serried.records.record_upload import download_records, download_summary
 from serried.records.store import Store, StoreError
 
 _READ_A_MODEL = ("export", "merge", "generate", "chat", "evaluate")
 """Commands that read a checkpoint."""
 _READ_ALL_RECORDS = ("report", "send")
 _READ_A_SUMMARY = ("status", "plan")
+_REQUESTS_AT_ONCE, _RUNS_AT_ONCE = 16, 8
 
 
 def with_local_copies(command: str, words: Sequence[str]) -> list[str]:
@@ -35,12 +37,40 @@ def with_local_copies(command: str, words: Sequence[str]) -> list[str]:
     for word in words:
         key, _, url = word.rpartition("run.dir=") if command != "plan" else ("", "", word)
         if not key and is_bucket_url(url):
-            copy = _copy(command, check_bucket_url(url, "run.dir"), steps[-1:])
-            word, has_copy = f"{word.removesuffix(url)}{copy}", True
-        replaced.append(word)
+            has_copy, before = True, word.removesuffix(url)
+            url = check_bucket_url(url, "run.dir")
+            runs = runs_at(url) if command == "status" else [url]
+            with ThreadPoolExecutor(_RUNS_AT_ONCE) as pool:
+                copies = [*pool.map(lambda run: _copy(command, run, steps[-1:]), runs)]
+            replaced += [f"{before}{copy}" for copy in copies]
+        else:
+            replaced.append(word)
     if has_copy and command == "report" and not any(word.startswith("out=") for word in words):
         replaced.append("out=report.html")  # not in the copy
     return replaced
+
+
+def runs_at(url: str) -> list[str]:
+    """Return the URL of the run at ``url``, or of all runs directly below it.
+
+    Raises ``UserError`` if there is none, or the bucket cannot be read.
+    """
+    store = open_store(url)
+    try:
+        if store.stat(HEAD) is not None:
+            return [url]
+        folders = store.folders()
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            are_runs = pool.map(lambda name: store.stat(f"{name}/{HEAD}") is not None, folders)
+        runs = [f"{url}/{name}" for name, is_run in zip(folders, are_runs, strict=True) if is_run]
+    except StoreError as error:
+        raise UserError(f"cannot use run.dir={url}: {error}") from None
+    if not runs:
+        raise UserError(
+            f"there is no run in {url}, nor in a folder directly below it; use run.dir=URL of a run, the folder that "
+            "contains head.json"
+        )
+    return runs
 
 
 def copy_with_checkpoint(url: str) -> Path:

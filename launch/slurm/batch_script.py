@@ -15,7 +15,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Sto
 from serried.configs.schema.declaration import declared
 from serried.configs.schema.sections import RunConfig
 from serried.launch.local.processes import NotedSignals
-from serried.launch.slurm.queue import jobs_of, note_job, queued_before_another, queued_jobs
+from serried.launch.slurm.queue import job_folder, jobs_of, note_job, queued_before_another, queued_jobs
 from serried.runtime.process import processes_per_node, say, training_command
 
 _PACKAGE = Path(serried.__file__).parent
@@ -49,10 +49,11 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     text = script(points)
     if configs[0].slurm.dry_run:
         return say(text)
-    folders = [_absolute(config.run.dir) for config in configs]
+    folders = [job_folder(config.run) for config in configs]
     _refuse_a_second_job(configs)
     with NotedSignals():  # until the job is recorded: an unrecorded job would be submitted a second time
-        job, path = _submit(text, folders, is_training=True)
+        urls = {folder: config.run.url for folder, config in zip(folders, configs, strict=True)}
+        job, path = _submit(text, urls, is_training=True)
     return say(_what_to_watch(job, path, configs, folders))
 
 
@@ -86,9 +87,9 @@ def measure_by_job(command: str, argv: Sequence[str], config: RunConfig) -> int:
     text = measuring_script(command, argv, config)
     if config.slurm.dry_run:
         return say(text)
-    folder = _absolute(config.run.dir) / "slurm"
+    folder = job_folder(config.run) / "slurm"
     with NotedSignals() as signals:
-        job, _ = _submit(text, [folder.parent], is_training=False)
+        job, _ = _submit(text, {folder.parent: None}, is_training=False)
         say(f"submitted  job {job}: {_size(config, text)}")
         try:
             _wait_for(job, signals)
@@ -158,16 +159,19 @@ def _result(job: str, folder: Path, last: str) -> int:
     return EXIT_FINISHED if code == EXIT_FINISHED else EXIT_FAILED
 
 
-def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[str, Path]:
+def _submit(text: str, urls: Mapping[Path, str | None], *, is_training: bool) -> tuple[str, Path]:
     """Submit the script ``text``, and record the job in the folders of the runs that it trains.
 
+    ``urls``: URL of each run in a bucket, by the folder of its jobs.
+
     Returns:
-        The job's number, and the path of the script in the first of ``run_dirs``.
+        The job's number, and the path of the script in the first folder.
 
     Raises:
         UserError: Slurm refuses the job, or a folder cannot be written. If nothing was submitted, no folder is
             left.
     """
+    run_dirs = [*urls]
     wanted = {folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir, *run_dir.parents)}
     missing = [folder for folder in sorted(wanted, reverse=True) if not folder.exists()]  # innermost folders first
     path, job = run_dirs[0] / "slurm" / "submitted.sbatch", ""
@@ -177,7 +181,7 @@ def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[
         path.write_text(text, "utf-8")
         job = _sbatch(path)
         for task, run_dir in enumerate(run_dirs if is_training else ()):
-            note_job(run_dir, job, task if len(run_dirs) > 1 else None)
+            note_job(run_dir, job, task if len(run_dirs) > 1 else None, urls[run_dir])
         return job, path.rename(path.with_name(f"{job}.sbatch"))
     except _NothingSubmitted:
         _remove(path, missing)
@@ -200,15 +204,18 @@ def _remove(script: Path, folders: Sequence[Path]) -> None:
 def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
     """Return the batch script for ``points``: their options and settings, then the rest of ``slurm/train.sbatch``."""
     configs = list(points.values())
-    runs = [
-        [f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(_without_dry_run(argv))})"]
-        for argv, each in points.items()
-    ]
+    runs = [[*_places(each), f"arguments=({shlex.join(_without_dry_run(argv))})"] for argv, each in points.items()]
     lines = runs[0]
     if len(runs) > 1:
-        cases = [f"{task})\n    {folder}\n    {arguments}\n    ;;" for task, (folder, arguments) in enumerate(runs)]
+        cases = ["\n    ".join([f"{task})", *its_lines, ";;"]) for task, its_lines in enumerate(runs)]
         lines = ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
     return _script(_options(configs), configs[0], training_command(), lines)
+
+
+def _places(config: RunConfig) -> list[str]:
+    """Return the lines of a script that say where the logs of its jobs and the status of its run are."""
+    lines = [f"run_dir={shlex.quote(str(job_folder(config.run)))}"]
+    return lines if config.run.url is None else [*lines, f"bucket={shlex.quote(config.run.url)}"]
 
 
 def measuring_script(command: str, argv: Sequence[str], config: RunConfig) -> str:
@@ -218,7 +225,7 @@ def measuring_script(command: str, argv: Sequence[str], config: RunConfig) -> st
         "run": config.run.model_copy(update={"name": f"{config.run.name}-{command.split()[-1]}"}),
         "slurm": config.slurm.model_copy(update=changes),
     })  # fmt: skip
-    folder = f"run_dir={shlex.quote(str(_absolute(config.run.dir)))}"
+    folder = f"run_dir={shlex.quote(str(job_folder(config.run)))}"
     flags = [f"--config-dir={path}" for path in declared().config_dirs]
     words = f"arguments=({shlex.join([*command.split(), *flags, *_without_dry_run(argv)])})"
     return _script(_options([short]), short, ["-m", "serried"], [folder, words, "measures=true"])
@@ -257,7 +264,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
     gpus = slurm.gpus_per_node
     if gpus is None and config.launch.names_gpu:
         gpus = processes_per_node(config.launch)
-    folder = _absolute(config.run.dir) / "slurm"
+    folder = job_folder(config.run) / "slurm"
     wanted: dict[str, object] = {
         "job-name": config.run.name,
         "nodes": config.launch.nodes or 1,
@@ -293,12 +300,12 @@ def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
     """Refuse to submit a second job for a run folder: it would wait for the first, or fail."""
     if configs[0].slurm.dependency is not None:
         return
-    queued = queued_before_another([_absolute(config.run.dir) for config in configs])
+    queued = queued_before_another([job_folder(config.run) for config in configs])
     for config in configs:
-        if waiting := jobs_of(_absolute(config.run.dir), queued):
+        if waiting := jobs_of(job_folder(config.run), queued):
             number = waiting[0].name.partition("_")[0]
             raise UserError(
-                f"{config.run.dir} already has a job in the queue: {waiting[0].describe()}; wait for it, cancel it "
+                f"{config.run.place} already has a job in the queue: {waiting[0].describe()}; wait for it, cancel it "
                 f"(scancel {number}), queue behind it (slurm.dependency=afterany:{number}), or use {config.another_run}"
             )
 
@@ -339,10 +346,10 @@ def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: 
     if len(configs) == 1:
         watch = f"tail -F {shlex.quote(str(folders[0] / 'slurm' / f'{job}-node-0.log'))}"
         lines = [("submitted", f"job {job}: {size}"), ("script", str(path)), ("watch", watch)]
-        lines.append(("", f"serried status run.dir={shlex.quote(str(config.run.dir))}"))
+        lines.append(("", f"serried status run.dir={shlex.quote(config.run.place)}"))
     else:
         lines = [("submitted", f"array job {job}: {len(configs)} runs of {size}"), ("script", str(path))]
-        lines += [("run", f"{job}_{task}: {each.run.dir}") for task, each in enumerate(configs)]
+        lines += [("run", f"{job}_{task}: {each.run.place}") for task, each in enumerate(configs)]
         lines.append(("watch", "serried status"))
     return "\n".join(f"{name:<10} {text}".rstrip() for name, text in [*lines, ("cancel", f"scancel {job}")])
 
@@ -353,7 +360,3 @@ def _size(config: RunConfig, text: str) -> str:
     asks = config.launch.device == "cpu" or "--gpus-per-node" in text
     no_gpu = "" if asks else "; no GPUs requested (slurm.gpus_per_node=8 requests them)"
     return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{no_gpu}"
-
-
-def _absolute(path: Path) -> Path:
-    return Path.cwd() / path

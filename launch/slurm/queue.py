@@ -3,11 +3,14 @@
 import json
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
-from serried.configs.plain_data import parse_json, read_bytes
+from serried.configs.plain_data import parse_json, read_bytes, value_at
+from serried.configs.schema.sections import RunSection
 
 _JOBS = "jobs.jsonl"
 _FORMAT = "%i|%T|%M|%L|%R|%P"
@@ -38,10 +41,25 @@ class Job:
         return f"{self.name} {self.state.lower()} on {place} for {self.elapsed}{left} (partition {self.partition})"
 
 
-def note_job(run_dir: Path, job: str, task: int | None) -> None:
-    """Record in the run folder that ``job`` (or task ``task`` of an array) trains there."""
-    with (run_dir / "slurm" / _JOBS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"job": job, "task": task}) + "\n")
+def job_folder(run: RunSection) -> Path:
+    """Return the folder whose folder ``slurm`` has the scripts and logs of a run's jobs. It is on a disk that the nodes
+    share: the run folder, or for a run in a bucket ``runs/NAME``."""
+    return Path.cwd() / (run.dir if run.url is None else Path("runs") / run.name)
+
+
+def note_job(folder: Path, job: str, task: int | None, url: str | None = None) -> None:
+    """Record in the folder of a run's jobs that ``job`` (or task ``task`` of an array) trains it. ``url``: the run in a
+    bucket."""
+    with (folder / "slurm" / _JOBS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"job": job, "task": task} | ({"url": url} if url else {})) + "\n")
+
+
+def url_of_jobs(folder: Path) -> str | None:
+    """Return the URL of the run in a bucket whose jobs are noted in ``folder``; None if there is none."""
+    with suppress(OSError, ValueError, IndexError):
+        url = value_at("url", parse_json(read_bytes(folder / "slurm" / _JOBS).splitlines()[-1]))
+        return url if is_bucket_url(url) else None
+    return None
 
 
 def was_submitted(run_dir: Path) -> bool:

@@ -1,20 +1,27 @@
 """Decide at the end of a Slurm or Kubernetes job whether to start it again.
 
 ``python -m serried.launch.slurm.requeue RUN START`` prints how the run ended, and exits with 75 to queue the job again.
+For a run in a bucket, this is the machine of rank 0, which has its status in the scratch folder.
 """
 
 import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from serried.configs.bucket_urls import is_bucket_url
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import printable
 from serried.configs.plain_data import parse_json, read_bytes
+from serried.configs.schema.fields import scratch_folder
+from serried.records.head import read_head
+from serried.records.object_store import open_store
 from serried.records.status import read_status
+from serried.records.store import Store, StoreError
 from serried.runtime.cloud_notice import NOTICE
 
 ENDS = "ends.jsonl"
@@ -26,6 +33,7 @@ _ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP", ANOTHER_POD, NOTICE)  # mostly pree
 _OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})")
 _FRUITLESS_STARTS = 2
+_BUCKET_RETRY_SECONDS = 20.0
 
 
 def verdict(
@@ -125,7 +133,22 @@ def _last_end(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def newest_in_bucket(store: Store) -> int | None:
+    """Return the step of the newest checkpoint of the run in ``store``; None if there is none, or no answer."""
+    with suppress(StoreError, UserError):
+        if (head := read_head(store)) is not None and head.checkpoints:
+            return head.checkpoints[-1].step
+    return None
+
+
+def _verdict_of(run: str, start: Path) -> tuple[int, str]:
+    if not is_bucket_url(run):
+        return verdict(Path(run), start)
+    store = open_store(run, retry_seconds=_BUCKET_RETRY_SECONDS)
+    return verdict(scratch_folder(run), start, newest_checkpoint=partial(newest_in_bucket, store))
+
+
 if __name__ == "__main__":
-    code, line = verdict(Path(sys.argv[1]), Path(sys.argv[2]))
+    code, line = _verdict_of(sys.argv[1], Path(sys.argv[2]))
     print(line, flush=True)
     sys.exit(code)

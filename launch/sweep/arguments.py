@@ -117,7 +117,7 @@ class PointBuilder:
     sweep_folder: Path
     config: RunConfig
     """Config of the first run, in the folder that the user gave."""
-    home: Path | None
+    home: str | None
     """Parent of the run folders, if it is not the default ``runs/``."""
 
     @staticmethod
@@ -133,15 +133,17 @@ class PointBuilder:
         config = compose([*fixed, *overrides(values)])
         run = config.run
         if run.url is not None:
-            raise UserError(
-                f"-m cannot be used with run.dir={run.url}: the runs of a sweep share a folder, with a table; "
-                "use run.dir=FOLDER, or run the command once for each value, with another run.dir"
-            )
+            if inside:
+                raise UserError(
+                    f"search.trials cannot be used with run.dir={run.url}: the trials of a search are found by their "
+                    "folders; use run.dir=FOLDER"
+                )
+            return PointBuilder(tuple(fixed), Path("runs") / f"{run.name}-{name}", config, run.url)
         if any(word.startswith("run.dir=") for word in fixed):
-            folder, home = run.dir / name, run.dir
+            folder, home = run.dir / name, str(run.dir)
         else:
             folder, home = run.dir.with_name(f"{run.dir.name}-{name}"), None
-        return PointBuilder(tuple(fixed), folder, config, folder if inside else home)
+        return PointBuilder(tuple(fixed), folder, config, str(folder) if inside else home)
 
     def point(self, name: str, values: Mapping[str, str]) -> Point:
         """Return the run with ``values`` for the swept keys. Raises ``UserError`` if these values do not fit the other
@@ -151,7 +153,7 @@ class PointBuilder:
         run_name = compose(list(typed.values())).run.name if "recipe" in values else self.config.run.name
         added = {"run.name": f"{run_name}-{name}"}
         if self.home is not None:
-            added["run.dir"] = str(self.home / name)
+            added["run.dir"] = f"{self.home}/{name}"
         if "track.group" not in typed:
             added["track.group"] = self.sweep_folder.name
         for key, value in added.items():

@@ -62,7 +62,7 @@ def _grid(words: Words) -> Sweep:
     for chosen in combinations:
         point = builder.point("-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items()), chosen)
         if point.config.run.dir in points:
-            raise UserError(f"two runs of the sweep would use {point.config.run.dir}; give each value only once")
+            raise UserError(f"two runs of the sweep would use {point.config.run.place}; give each value only once")
         points[point.config.run.dir] = point
     return Sweep(builder.sweep_folder, keys, tuple(points.values()), runs)
 

@@ -14,6 +14,7 @@ from serried.configs.formats import is_terminal
 from serried.launch.local.processes import NotedSignals, killed_by, wait_for_all
 from serried.launch.sweep.points import Point
 from serried.launch.sweep.sweep_table import Outcome, outcome_of
+from serried.records.files import make_scratch
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
 from serried.runtime.console import Doing, Live
@@ -31,13 +32,16 @@ _ERRORS = ("error: ", "failed: ")
 
 def train(point: Point, signals: NotedSignals) -> Outcome:
     """Start the run ``point``, pass signals on to it, and return how it ended."""
-    run_dir, started = point.config.run.dir, time.time()
+    run, started = point.config.run, time.time()
+    run_dir = run.dir
     try:
+        if run.url is not None:
+            make_scratch(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         console = (run_dir / CONSOLE).open("ab")
     except OSError as error:
-        reason = f"cannot write {run_dir}: {error.strerror}; use run.dir=FOLDER"
-        return Outcome(run_dir, point.values, "failed", reason=reason, exit_code=EXIT_MISTAKE)
+        reason = f"cannot write {run_dir}: {error.strerror}; use {run.another_disk}"
+        return Outcome(run_dir, point.values, "failed", reason=reason, exit_code=EXIT_MISTAKE, url=run.url)
     with console:
         start = console.tell()
         if not _wait_for_another_process(run_dir, signals):
@@ -50,7 +54,7 @@ def train(point: Point, signals: NotedSignals) -> Outcome:
         )  # fmt: skip
         patience = point.config.launch.stop_timeout_seconds + _LAST_WORDS_SECONDS
         newest = partial(_newest_line, run_dir / CONSOLE)
-        live = Live(say, lambda: Doing(f"training in {run_dir}", run_dir, newest()), is_drawn=is_terminal())
+        live = Live(say, lambda: Doing(f"training in {run.place}", run_dir, newest()), is_drawn=is_terminal())
         code = wait_for_all([process], signals, patience, lambda: live.look(time.monotonic())).get(0, EXIT_FINISHED)
         live.close()
     if code < 0 and not signals.received:

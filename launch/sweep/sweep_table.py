@@ -52,6 +52,13 @@ class Outcome:
     is_maximised: bool = False
     time: float = field(default_factory=time.time)
     """Time of this record in Unix seconds."""
+    url: str | None = None
+    """URL of a run in a bucket, whose ``run_dir`` is this machine's scratch folder."""
+
+    @property
+    def place(self) -> str:
+        """The run folder as the user knows it: a URL or a path."""
+        return self.url or str(self.run_dir)
 
     @property
     def is_finished(self) -> bool:
@@ -71,12 +78,13 @@ class Outcome:
 
 
 def read_outcome(
-    run_dir: Path, values: Mapping[str, str], metric: str = "loss", *, is_maximised: bool = False
-) -> Outcome:
+    run_dir: Path, values: Mapping[str, str], metric: str = "loss", *, is_maximised: bool = False,
+    url: str | None = None,
+) -> Outcome:  # fmt: skip
     """Return the outcome of the run in ``run_dir``."""
     status = read_status(run_dir)
     if status is None:
-        return Outcome(run_dir, values, metric=metric, is_maximised=is_maximised)
+        return Outcome(run_dir, values, metric=metric, is_maximised=is_maximised, url=url)
     losses: list[float | None] = []
     rates: list[float] = []
     unit = "tokens"
@@ -94,7 +102,7 @@ def read_outcome(
     return Outcome(
         run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,
         min(evaluated["loss"], default=None), median(rates) if rates else None, unit, metric,
-        best(evaluated[metric], default=None) if metric != "loss" else None, is_maximised, status.time,
+        best(evaluated[metric], default=None) if metric != "loss" else None, is_maximised, status.time, url,
     )  # fmt: skip
 
 
@@ -102,7 +110,8 @@ def outcome_of(point: Point) -> Outcome:
     """Return the outcome of a run of a sweep."""
     compared = point.config.checkpoint
     is_maximised = compared.best_mode == "max"
-    return read_outcome(point.config.run.dir, point.values, compared.best_metric, is_maximised=is_maximised)
+    run = point.config.run
+    return read_outcome(run.dir, point.values, compared.best_metric, is_maximised=is_maximised, url=run.url)
 
 
 def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
@@ -116,7 +125,7 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
     text = io.StringIO(newline="")
     rows = csv.DictWriter(text, [*keys, *_RESULTS], extrasaction="ignore")
     rows.writeheader()
-    rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
+    rows.writerows({**run, "run_dir": each.place, **each.values} for run, each in zip(runs, best, strict=True))
     write_atomically(folder / _TABLE, text.getvalue())
 
 
@@ -135,7 +144,7 @@ def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
 def newer(noted: Outcome) -> Outcome:
     """Return the outcome in the run folder, unless ``noted`` is newer: a run that fails while it starts writes no
     status."""
-    found = read_outcome(noted.run_dir, noted.values, noted.metric, is_maximised=noted.is_maximised)
+    found = read_outcome(noted.run_dir, noted.values, noted.metric, is_maximised=noted.is_maximised, url=noted.url)
     return found if found.state != "not started" and found.time >= noted.time else noted
 
 
@@ -149,9 +158,7 @@ def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
     for outcome in sorted(outcomes, key=Outcome.rank):
         results = [outcome.loss, outcome.validation_loss, *([outcome.metric_value] if metrics else [])]
         numbers = [*(_number(result, ".4f") for result in results), _number(outcome.tokens_per_second)]
-        rows.append(
-            [*(shown(outcome.values.get(key, "")) for key in keys), *numbers, _state(outcome), str(outcome.run_dir)]
-        )
+        rows.append([*(shown(outcome.values.get(key, "")) for key in keys), *numbers, _state(outcome), outcome.place])
     return "\n".join(columns(rows))
 
 

@@ -16,7 +16,7 @@ from serried.configs.schema.fields import AUTO
 from serried.configs.schema.sections import RunConfig
 from serried.launch.local.processes import NotedSignals
 from serried.launch.slurm.batch_script import submit
-from serried.launch.slurm.queue import jobs_of, queued_before_another
+from serried.launch.slurm.queue import job_folder, jobs_of, queued_before_another
 from serried.launch.sweep.one_run import CONSOLE, train
 from serried.launch.sweep.points import Point, Sweep, labels
 from serried.launch.sweep.sweep_table import Outcome, outcome_of, read_summary, shown, table, write_summary
@@ -86,7 +86,7 @@ def _claimed(sweep: Sweep) -> FolderLock:
 def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals, problem: Exception | None) -> int:
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     for outcome in failed:
-        say_why(f"failed: {outcome.run_dir}: {outcome.reason}")
+        say_why(f"failed: {outcome.place}: {outcome.reason}")
     if problem is not None:
         say_why(f"{'error' if isinstance(problem, UserError) else 'failed'}: {problem}")
     done = f"{sum(outcome.is_finished for outcome in outcomes)} of {sweep.runs} runs are finished"
@@ -122,10 +122,10 @@ def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
         for number, (point, outcome) in enumerate(zip(sweep.points, outcomes, strict=True))
         if not _is_done(point, outcome)
     ]
-    queued = queued_before_another([point.config.run.dir for _, point in unfinished])
+    queued = queued_before_another([job_folder(point.config.run) for _, point in unfinished])
     left: dict[tuple[str, ...], RunConfig] = {}
     for number, point in unfinished:
-        if not jobs_of(point.config.run.dir, queued):
+        if not jobs_of(job_folder(point.config.run), queued):
             left[point.argv] = point.config
         elif outcomes[number].state != "running":
             outcomes[number] = replace(outcomes[number], state="queued")
@@ -208,7 +208,7 @@ class _Runs:
             self._keep(before)
             self._print(point, f"finished before; {_losses(before)}")
             return before.to_minimise
-        self._print(point, f"{'resumes' if before.step else 'starts'} in {before.run_dir}")
+        self._print(point, f"{'resumes' if before.step else 'starts'} in {before.place}")
         self._keep(replace(before, state="running"))
         started = time.monotonic()
         outcome = self._train(point, self._signals)
@@ -243,8 +243,8 @@ class _Runs:
 def _is_done(point: Point, outcome: Outcome) -> bool:
     """Return whether ``point`` is finished with these settings. If any setting changed, the run itself decides."""
     config, trainer = point.config, point.config.trainer
-    if not outcome.is_finished or config.checkpoint.resume == "never":
-        return False
+    if not outcome.is_finished or config.checkpoint.resume == "never" or config.run.url is not None:
+        return False  # the scratch folder of a run in a bucket may be out of date
     chosen = ["micro_batch"] * (trainer.micro_batch == AUTO) + ["steps"] * (trainer.epochs is not None)
     chosen += ["compile"] * (trainer.compile == "auto")
     earlier = read_saved_config_if_there(config.run.dir / "config.yaml")

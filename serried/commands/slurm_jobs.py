@@ -57,29 +57,40 @@ def submit(words: list[str]) -> int:
     return train([*words, *([] if any(word.startswith("launch=") for word in words) else ["launch=slurm"])])
 
 
+def _runs_at(folder: Path) -> list[Path]:
+    """Return ``folder`` if it is of a run or a sweep, else the runs and sweeps in it."""
+    from serried.launch.show_status import is_listed, runs_in
+
+    return [folder] if is_run(folder) or is_listed(folder) else runs_in(folder)
+
+
 def status(words: list[str]) -> int:
     """Show the state of a run or sweep, of its job and of its goodput; by default, of all runs in runs/.
 
+    RUN          a run, a folder of runs, or s3://BUCKET/PATH of a run or of a folder of runs; several are allowed
     --json       print one JSON object per run instead
     """
     from serried.configs.compose import compose
-    from serried.launch.show_status import describe_run, run_values, runs_in
+    from serried.launch.show_status import describe_run, run_values
     from serried.launch.sweep.train_sweep import update_summary
     from serried.records.report import write_report
 
     is_json = "--json" in words
     words = [word for word in words if word != "--json"]
     words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
-    if words:
+    given = [Path(word.partition("=")[2]) for word in words if word.startswith("run.dir=")]
+    if words and len(given) < 2:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
             raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
-        say(json.dumps(run_values(run_dir)) if is_json else describe_run(run_dir))
-        update_summary(run_dir, write_report)
-        return EXIT_FINISHED
-    folders = runs_in(Path("runs"))
+        given = [run_dir]
+    folders = [run for folder in given or [Path("runs")] for run in _runs_at(folder)] or given
     if not folders:
         raise UserError("there is no run in runs; use run.dir=FOLDER")
+    if len(folders) == 1 and given:
+        say(json.dumps(run_values(folders[0])) if is_json else describe_run(folders[0]))
+        update_summary(folders[0], write_report)
+        return EXIT_FINISHED
     if is_json:
         return say("\n".join(json.dumps(run_values(folder)) for folder in folders))
     return say("\n\n".join(map(describe_run, folders)))

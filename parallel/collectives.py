@@ -41,17 +41,17 @@ def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     Backward: reduce-scatter (``scatter_sum``).
     """
-    return _Exchange.apply(x, partial(_gathered, dim=dim, group=group), partial(_scattered_sum, dim=dim, group=group))
+    return Exchange.apply(x, partial(_gathered, dim=dim, group=group), partial(_scattered_sum, dim=dim, group=group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along ``dim``, of the sum over all ranks (reduce-scatter). Backward: ``gather``."""
-    return _Exchange.apply(x, partial(_scattered_sum, dim=dim, group=group), partial(_gathered, dim=dim, group=group))
+    return Exchange.apply(x, partial(_scattered_sum, dim=dim, group=group), partial(_gathered, dim=dim, group=group))
 
 
 def copy(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return ``x``, which is equal on all ranks. Backward: the sum of the gradients of all ranks."""
-    return _Exchange.apply(x, _same, partial(_summed, group=group))
+    return Exchange.apply(x, _same, partial(_summed, group=group))
 
 
 def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -59,7 +59,7 @@ def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: the unchanged gradient, which must be equal on all ranks.
     """
-    return _Exchange.apply(x, partial(_summed, group=group), _same)
+    return Exchange.apply(x, partial(_summed, group=group), _same)
 
 
 def join(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -95,7 +95,7 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: P
     Backward: the reverse exchange.
     """
     there, back = (partial(exchange, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent)))
-    return _Exchange.apply(x, there, back)
+    return Exchange.apply(x, there, back)
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -129,7 +129,7 @@ def _done(result: Tensor) -> Tensor:
     return _functional.wait_tensor(result)
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """Apply ``there`` to a tensor, and ``back`` to its gradient."""
 
     @staticmethod

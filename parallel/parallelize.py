@@ -38,6 +38,8 @@ def check_plan(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
     """Check, before the model is sharded, that ``plan`` has the declarations that ``layout`` needs. Raises
     ``UserError`` if one is missing."""
     if layout.tensor > 1:
+        if plan.refuse_roles is not None and (mistake := plan.refuse_roles()):
+            raise UserError(f"parallel.tensor={layout.tensor}: {mistake}")
         check_roles(model, plan, layout)
     if layout.stages > len(plan.blocks):
         split(model, plan, layout, 0)  # raises before copying

@@ -144,6 +144,9 @@ class ParallelPlan:
     """Names or globs of the modules between which a pipeline may split the model, in forward order."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Roles of modules on the tensor axis, by glob; see ``parallel.axes.tensor``."""
+    refuse_roles: Callable[[], str] | None = None
+    """Return why ``roles`` cannot be used, and what to use instead; empty if they can. Called before a model is sharded
+    over the tensor axis."""
     tied: tuple[str, ...] = ()
     """Names of parameters shared by the beginning and the end of the model, such as tied embeddings."""
     context: tuple[str, ...] = ()

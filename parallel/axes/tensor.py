@@ -77,12 +77,16 @@ class Tensors:
         return "region" in within and not is_after_sum
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
-        group = groups.tensor
-        assert group is not None
+        assert groups.tensor is not None
+        self.shard(module, plan, layout, place, Stream(groups.tensor, layout.sequence))
+
+    def shard(
+        self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, stream: "Stream"
+    ) -> None:
+        """Slice the parameters of ``module`` and put the operations of ``stream`` at the borders of its modules."""
         roles = check_roles(module, plan, layout)
         rows = _rows_of_vocabularies(module, roles)
         self._slice_parameters(module, plan, layout, place)
-        stream = _Stream(group, layout.sequence)
         module.residual_stream = stream  # type: ignore[assignment]  # found by with_whole_stream
         # One function for all modules: torch.compile then makes one graph for all blocks.
         multiply = {role: _multiply_and_sum(stream, is_conv1d=role == "conv1d_row") for role in ("row", "conv1d_row")}
@@ -100,11 +104,11 @@ class Tensors:
             elif role in ("row", "conv1d_row"):
                 each.forward = MethodType(multiply[role], each)
                 if adapter := getattr(each, "adapter", None):
-                    adapter.sum, adapter.sum_squares = stream.sum, partial(collectives.all_sum, group=group)
+                    adapter.sum, adapter.sum_squares = stream.sum, partial(collectives.all_sum, group=stream.group)
             elif role == "norm":
-                each.width = DividedWidth(group)
+                each.width = DividedWidth(stream.group)
             elif role == "head":
-                vocabulary = ShardedVocabulary(rows[name], layout, place, group, stream)
+                vocabulary = ShardedVocabulary(rows[name], layout, place, stream.group, stream)
                 if type(each).forward is nn.Linear.forward:
                     each.forward = partial(_whole_logits, each, vocabulary)
                 else:
@@ -130,7 +134,7 @@ TENSOR = Tensors()
 @contextmanager
 def with_whole_stream(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context manager in which the residual stream of ``modules`` is replicated, for sequences of any length."""
-    streams = [stream for root in modules if isinstance(stream := getattr(root, "residual_stream", None), _Stream)]
+    streams = [stream for root in modules if isinstance(stream := getattr(root, "residual_stream", None), Stream)]
     divided = [stream for stream in streams if stream.is_divided]
     for stream in divided:
         stream.is_divided = False
@@ -141,30 +145,30 @@ def with_whole_stream(modules: Iterable[nn.Module]) -> Iterator[None]:
             stream.is_divided = True
 
 
-class _Stream:
+class Stream:
     """The residual stream [B, S, D], sharded along the sequence or replicated."""
 
     def __init__(self, group: ProcessGroup, is_divided: bool) -> None:
-        self._group, self.is_divided = group, is_divided
+        self.group, self.is_divided = group, is_divided
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the full stream, the input of a region."""
-        return collectives.gather(x, 1, self._group) if self.is_divided else collectives.copy(x, self._group)
+        return collectives.gather(x, 1, self.group) if self.is_divided else collectives.copy(x, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum the ranks' contributions to the stream."""
         self._check_length(x)
-        return collectives.scatter_sum(x, 1, self._group) if self.is_divided else collectives.all_sum(x, self._group)
+        return collectives.scatter_sum(x, 1, self.group) if self.is_divided else collectives.all_sum(x, self.group)
 
     def own_part(self, x: Tensor) -> Tensor:
         """Return this rank's shard of a replicated tensor [B, S, D] or [S, D]."""
         if not self.is_divided:
             return x
         self._check_length(x)
-        return x.chunk(dist.get_world_size(self._group), -2)[dist.get_rank(self._group)]
+        return x.chunk(dist.get_world_size(self.group), -2)[dist.get_rank(self.group)]
 
     def _check_length(self, x: Tensor) -> None:
-        ranks, length = dist.get_world_size(self._group), x.shape[-2]
+        ranks, length = dist.get_world_size(self.group), x.shape[-2]
         if self.is_divided and length % ranks:
             raise UserError(
                 f"parallel.tensor={ranks} does not divide a sequence of {length} tokens, as parallel.sequence=true "
@@ -175,7 +179,7 @@ class _Stream:
 class ShardedVocabulary(Vocabulary):
     """A vocabulary sharded by rows. While a chunk of tokens is processed, each rank has the tokens of all ranks."""
 
-    def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup, stream: "_Stream") -> None:
+    def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup, stream: "Stream") -> None:
         self.first_row = _rows(size, layout, place)[0]
         self._group, self._stream = group, stream
         self._rows = [chunk(size, layout.tensor, rank)[1] for rank in range(layout.tensor)]
@@ -325,7 +329,7 @@ def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
 
 
 def _enter(
-    stream: _Stream, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    stream: Stream, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of a region: gather the stream, the first argument."""
     del module
@@ -335,7 +339,7 @@ def _enter(
     return (), {**named, first: stream.enter(named[first])}
 
 
-def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -> Tensor:
+def _embed(module: nn.Embedding, stream: Stream, first_row: int, ids: Tensor) -> Tensor:
     """Embed ``ids``: each row comes from the rank that has it."""
     index = ids - first_row
     is_here = (index >= 0) & (index < len(module.weight))
@@ -351,7 +355,7 @@ def _whole_logits(module: nn.Linear, vocabulary: Vocabulary, hidden: Tensor) -> 
     return vocabulary.logits(hidden, module.weight)
 
 
-def _multiply_and_sum(stream: _Stream, *, is_conv1d: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _multiply_and_sum(stream: Stream, *, is_conv1d: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
     """Return a forward that sums the product over ranks and then adds the bias."""
 
     def forward(module: nn.Linear, x: Tensor) -> Tensor:

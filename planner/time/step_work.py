@@ -49,7 +49,7 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
         shape = min(shape, shape._replace(is_gated=False), key=excess)
     if config.adapter.method == "none" and excess(shape) > _OTHER_FORM:
         return None
-    return shape._replace(attended=_attended(section, data.sequence_length))
+    return shape._replace(attended=_attended(section, data.sequence_length), gathers_fp32=not plan.units)
 
 
 def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
@@ -93,7 +93,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mi
         is_adapter=config.adapter.method != "none",
         orthogonalizes=config.optim.name == "muon",
         offloads=config.offloads_state,
-        gathers_fp32=isinstance(config.model, HuggingFaceSection),
+        is_transformers=isinstance(config.model, HuggingFaceSection),
     )
 
 
@@ -174,7 +174,7 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
         yield f"precision={job.precision}"
     if job.is_adapter and not seen.has_adapters:
         yield "adapters"
-    if job.gathers_fp32:
+    if job.is_transformers:
         yield "code of transformers"
     if job.recompute == "offload" or job.offloads:
         yield "copies to host memory"

@@ -52,6 +52,8 @@ class Shape(NamedTuple):
     """Share of the attention scores that sliding windows keep."""
     latent_projections: int = 0
     """Number of parameters in the matrices of an attention with latent vectors; 0 without them."""
+    gathers_fp32: bool = False
+    """Whether FSDP gathers parameters in fp32 at every precision."""
 
     @property
     def width(self) -> int:
@@ -140,8 +142,8 @@ class Job:
     """Whether the optimizer is Muon."""
     offloads: bool = False
     """Whether parameters or optimizer state are in host memory. The time to copy them is unknown."""
-    gathers_fp32: bool = False
-    """Whether FSDP gathers parameters in fp32 at every precision."""
+    is_transformers: bool = False
+    """Whether the model runs the code of transformers."""
 
     @property
     def width(self) -> int:
@@ -151,7 +153,7 @@ class Job:
     @property
     def gathered_width(self) -> int:
         """Bytes of an element of a gathered parameter."""
-        return _FP32_BYTES if self.gathers_fp32 else self.width
+        return _FP32_BYTES if self.shape.gathers_fp32 else self.width
 
     @property
     def tokens(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.parallel.axes.tensor import TENSOR, _rows_of_vocabularies, _Stream
+from serried.parallel.axes.tensor import TENSOR, Stream, _rows_of_vocabularies
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.shard_specs import ShardSpec
 from serried.parallel.parallelize import check_plan, parallelize
@@ -229,10 +229,10 @@ def length_that_ranks_cannot_divide() -> str:
         group = dist.group.WORLD
         assert group is not None
         with pytest.raises(UserError) as refused:
-            _Stream(group, is_divided=True).own_part(torch.zeros(1, 5, 2))
-        halves = _Stream(group, is_divided=True).own_part(torch.arange(8).view(4, 2))  # positions without a batch
+            Stream(group, is_divided=True).own_part(torch.zeros(1, 5, 2))
+        halves = Stream(group, is_divided=True).own_part(torch.arange(8).view(4, 2))  # positions without a batch
         assert halves.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]][dist.get_rank()]
-        assert _Stream(group, is_divided=False).own_part(torch.zeros(1, 5, 2)).shape == (1, 5, 2)
+        assert Stream(group, is_divided=False).own_part(torch.zeros(1, 5, 2)).shape == (1, 5, 2)
         return str(refused.value)
 
 

@@ -7,9 +7,7 @@ Shapes: B batch, S sequence, D dim, V vocabulary.
 """
 
 import importlib
-import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -24,21 +22,15 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import architecture_of, without_code
 from serried.configs.schema.registry import models
 from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.fsdp_units import units_of
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.low_precision_linear import import_torchao
 from serried.recipes.models.family import LossFamily
-from serried.recipes.models.hugging_face.any_causal_lm_config import DIVIDED_MODELS, HuggingFaceSection
-from serried.recipes.models.layers.attention import causal_mask
+from serried.recipes.models.hugging_face.any_causal_lm_config import HuggingFaceSection
+from serried.recipes.models.hugging_face.document_attention import NAME, documents_at
+from serried.recipes.models.hugging_face.model_checks import ModelChecks
+from serried.recipes.models.hugging_face.tensor_roles import roles_of
 from serried.recipes.models.layers.lm_head import EAGER, IGNORE, compiled_passes, linear_cross_entropy_sum
-
-_WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Config keys of models whose layers may compute their own masks."""
-
-
-_ROLES = {"colwise": "column", "rowwise": "row"}
-"""Roles of ``ParallelPlan``, by style in transformers' ``base_model_tp_plan``."""
-_WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
-"""Styles of modules that are replicated within a region, such as per-head norms."""
 
 
 class HuggingFaceModel(LossFamily):
@@ -56,6 +48,7 @@ class HuggingFaceModel(LossFamily):
         """Position of each parameter in the tensors of a checkpoint."""
         self._description = ""
         self._config: Any = None
+        self._checks: ModelChecks | None = None
         self._layers = self._dim = 0
 
     def build(self) -> nn.Module:
@@ -68,7 +61,11 @@ class HuggingFaceModel(LossFamily):
         self._fragments = fragments_of(model)
         if not self.section.pretrained:
             self._check_initial_values()
-        model.forward = _Forward(model)
+        self._checks = ModelChecks(model)
+        self._checks.run()
+        if self._checks.takes_attention:
+            model.set_attn_implementation(NAME)
+        model.forward = _Forward(model, self._checks)
         return model
 
     def _of_transformers(self) -> Any:
@@ -116,13 +113,20 @@ class HuggingFaceModel(LossFamily):
                 )
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Return the repeated blocks and the roles of modules, without FSDP units: with units, FSDP2 would gather
-        parameters in low precision, which code written for autocast does not support."""
+        """Return the repeated blocks, the roles of modules and, for code that computes in bf16, FSDP2 units. Without
+        units, FSDP2 gathers fp32 parameters, and the model computes under autocast."""
+        assert self._checks is not None, "build comes first"
         lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         longest = max(outer, key=lists.__getitem__, default="")
         blocks = tuple(f"{longest}.{index}" for index in range(lists.get(longest, 0)))
-        return ParallelPlan(blocks=blocks, roles=_roles_of(model))
+        units = units_of(model) if self._checks.computes_in_bf16 else ()
+        return ParallelPlan(units=units, blocks=blocks, roles=roles_of(model), refuse_roles=self._refuse_roles)
+
+    def _refuse_roles(self) -> str:
+        assert self._checks is not None, "build comes first"
+        reason = self._checks.refuses_roles
+        return reason and f"{reason}; use {self.section.native}parallel.tensor=1 with parallel=fsdp"
 
     def initial_std(self, name: str) -> float | None:
         return self._drawn.get(name, 0.0)
@@ -131,13 +135,13 @@ class HuggingFaceModel(LossFamily):
         return self._description or "a model of transformers"
 
     def notes(self) -> list[str]:
+        if self._checks is None:
+            return []
         kind = self.section.architecture.get("model_type")
         native = f"model=auto reads {kind} natively" if kind in models.names() else "no native family reads it"
-        return [
-            "model=hf runs transformers' own code, which is slower than a native family: weights are gathered in fp32 "
-            "at any precision, packed documents need a mask of the full sequence, and generation has no cache; "
-            f"{native}"
-        ]
+        slow = [] if self._checks.computes_in_bf16 else ["FSDP gathers weights in fp32 at any precision"]
+        slow += [] if self._checks.takes_attention else ["packed documents need a mask of the full sequence"]
+        return [f"model=hf runs transformers' own code: {', '.join([*slow, 'generation has no cache'])}; {native}"]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         """Return forward and backward FLOPs per token: 6 per weight of a matrix product, plus attention."""
@@ -161,33 +165,12 @@ def import_transformers() -> Any:
     return importlib.import_module("transformers")
 
 
-def _roles_of(model: Any) -> dict[str, str]:
-    """Return the roles of modules according to transformers' plan for tensor parallelism; empty for models that the
-    tests do not cover.
-
-    A style without a role is returned as it is, and is refused if tensor parallelism needs it.
-    """
-    if model.config.model_type not in DIVIDED_MODELS:
-        return {}
-    roles = {}
-    for glob, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
-        if style not in _WHOLE_IN_REGIONS:
-            roles[f"{model.base_model_prefix}.{glob}"] = _ROLES.get(style, style)
-    inner = [glob for glob, role in roles.items() if role in _ROLES.values()]
-    return roles | {region: "region" for glob in inner if (region := glob.rpartition(".")[0]) not in roles}
-
-
 class _Forward:
     """Forward of a transformers model with a family's interface: maps tokens to logits, or to the summed loss."""
 
-    def __init__(self, model: Any) -> None:
-        self._model, self._forward = model, model.forward
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    def __init__(self, model: Any, checks: ModelChecks) -> None:
+        self._name, self._forward, self._checks = type(model).__name__, model.forward, checks
         self._head = _Head(model.get_output_embeddings())
-        self._gives_loss: bool | None = None
-        """Whether the head may compute the loss; None if not tried yet."""
-        self._keep_apart: Callable[[Tensor], dict[str, Tensor]] | None = None
-        """Maps positions [B, S] to arguments that isolate documents from each other; None if not tried yet."""
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Map ``tokens`` [B, S] to logits [B, S, V]; with ``targets`` [B, S] (-100: no target), to the loss sum,
@@ -197,75 +180,24 @@ class _Forward:
         """
         named: Mapping[str, Tensor] = {}
         if positions is not None:
-            self._keep_apart = self._keep_apart or self._way_to_keep_apart(tokens)
-            named = self._keep_apart(positions)
-        if targets is None:
-            return self._logits(tokens, **named)
-        if self._gives_loss is None:
-            self._gives_loss = self._may_give_loss(tokens)
-        if self._gives_loss:
-            with self._head.computing_loss(targets):
+            if self._checks.isolation is None:
+                raise UserError(
+                    f"data.isolate_documents=true: transformers' {self._name} cannot isolate documents in a sequence; "
+                    "use data.packing=none or data.isolate_documents=false"
+                )
+            named = self._checks.isolation(positions)
+        with documents_at(positions):
+            if targets is None:
                 return self._logits(tokens, **named)
-        logits = self._logits(tokens, **named).flatten(0, 1).float()
+            if self._head.is_product and self._checks.returns_head_output:
+                with self._head.computing_loss(targets):
+                    return self._logits(tokens, **named)
+            logits = self._logits(tokens, **named).flatten(0, 1).float()
         return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def _logits(self, tokens: Tensor, **named: Tensor) -> Tensor:
         logits: Tensor = self._forward(tokens, **named).logits
         return logits
-
-    def _may_give_loss(self, tokens: Tensor) -> bool:
-        """Return whether the head is a plain linear layer whose output the model returns unchanged: no cap, no
-        scale."""
-        with self._trying(tokens.device):
-            return self._head.is_product and self._logits(tokens[:1, :2]) is self._head.returned()
-
-    def _way_to_keep_apart(self, tokens: Tensor) -> Callable[[Tensor], dict[str, Tensor]]:
-        """Return a function that maps positions to arguments that isolate documents from each other.
-
-        Compares the logits of a short document after another one with its logits in a separate sequence. Raises
-        ``UserError`` if no such arguments are found.
-        """
-        config = self._model.config
-        few = torch.arange(7, 91, 7, device=tokens.device).unsqueeze(0) % config.vocab_size  # the same on all ranks
-        positions = torch.cat((torch.arange(5), torch.arange(7))).to(tokens.device).unsqueeze(0)
-        ways = [self._by_positions] if self._takes_positions else []
-        if not any(getattr(config, key, None) for key in _WINDOWS):
-            ways.append(self._by_mask)
-        with self._trying(tokens.device):
-            alone, together = self._logits(few[:, 5:]), self._logits(few)[:, 5:]
-            seen = (together - alone).abs().max()
-            for way in ways:
-                with suppress(Exception):  # some models accept no custom masks
-                    if (self._logits(few, **way(positions))[:, 5:] - alone).abs().max() <= seen / 100:
-                        return way
-        raise UserError(
-            f"data.isolate_documents=true: transformers' {type(self._model).__name__} cannot isolate documents in a "
-            "sequence; use data.packing=none or data.isolate_documents=false"
-        )
-
-    def _by_positions(self, positions: Tensor) -> dict[str, Tensor]:
-        """Return the positions as an argument, from which transformers derives its masks."""
-        return {"position_ids": positions}
-
-    def _by_mask(self, positions: Tensor) -> dict[str, Tensor]:
-        sees = causal_mask(positions, positions.shape[1], positions.device, kernel="sdpa")
-        assert isinstance(sees, Tensor)
-        mask = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, torch.finfo(torch.float32).min)
-        return {"attention_mask": mask} | (self._by_positions(positions) if self._takes_positions else {})
-
-    @contextmanager
-    def _trying(self, device: torch.device) -> Iterator[None]:
-        """Context manager for trial forwards: evaluation mode, fp32, no gradients. No random numbers are drawn, and no
-        state changes."""
-        training = [module for module in self._model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                yield
-        finally:
-            for module in training:
-                module.training = True
 
 
 class _Head:
@@ -275,8 +207,6 @@ class _Head:
         self._module = module
         self._targets: Tensor | None = None
         self._passes = EAGER
-        self.returned: Callable[[], Tensor | None] = lambda: None
-        """Returns the logits of the last forward, if they still exist."""
         self._is_linear = type(module) is nn.Linear and module.bias is None
         if self._is_linear:
             self._forward = module.forward
@@ -296,7 +226,6 @@ class _Head:
                 hidden.flatten(0, 1), self._module.weight, self._targets, passes=self._passes
             )
         logits: Tensor = self._forward(hidden)
-        self.returned = weakref.ref(logits)
         return logits
 
     def _compile_parts(self) -> None:

@@ -10,10 +10,6 @@ from serried.configs.hugging_face.quantization import without_quantization
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models
 
-DIVIDED_MODELS = ("gpt_neox", "granite", "phi", "qwen3")
-"""Model types that ``model=hf`` shards with tensor parallelism. They are the ones that tests compare with a single
-process: in others, code between the layers may need the full width, which transformers' plan does not show."""
-
 
 class HuggingFaceSection(ModelSection):
     """Any decoder-only language model of transformers."""
@@ -32,27 +28,26 @@ class HuggingFaceSection(ModelSection):
                 "config.json"
             )
 
+    @property
+    def native(self) -> str:
+        """The built-in family for this kind of model, as the beginning of an alternative; empty if there is none."""
+        kind = self.architecture["model_type"]
+        return f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
+
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
         named = ("num_attention_heads", "num_key_value_heads")
         sizes = {f"config.json's {key}": self.architecture.get(key) for key in named}
         return {"tensor": {key: size for key, size in sizes.items() if isinstance(size, int)}}
 
     def layout_mistakes(self, degrees: Mapping[str, int], *, sequence: bool) -> Iterator[str]:
-        kind = self.architecture["model_type"]
-        native = f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
+        native = self.native
         for axis, degree in degrees.items():
             if degree > 1 and axis != "tensor":
                 yield (
                     f"parallel.{axis}={degree} is not supported with model=hf, which only data axes and "
                     f"parallel.tensor can shard; use {native}parallel.{axis}=1 with parallel=fsdp"
                 )
-        tensor = degrees["tensor"]
-        if tensor > 1 and kind not in DIVIDED_MODELS:
-            yield (
-                f"parallel.tensor={tensor} with model=hf supports only {', '.join(DIVIDED_MODELS)}, but this model is "
-                f"a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
-            )
-        if tensor > 1 and sequence:
+        if degrees["tensor"] > 1 and sequence:
             yield (
                 "parallel.sequence=true is not supported with model=hf, whose code needs the full activations on each "
                 f"rank; use {native}parallel.sequence=false"

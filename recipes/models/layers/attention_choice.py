@@ -10,7 +10,7 @@ from serried.configs.schema.data import TextRunConfig
 from serried.recipes.models.layers.attention import CAPABILITY, has_flex
 
 FLEX = "FlexAttention"
-_LEAST_WIDTH = 16
+LEAST_WIDTH = 16
 """Smallest head dim that FlexAttention supports (torch 2.11, 2.13)."""
 _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
@@ -45,10 +45,10 @@ def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
 def _check_width(model: Any, instead: str) -> None:
     """Raise ``UserError`` if the heads of ``model`` are too narrow for FlexAttention."""
     width = getattr(model, "attention_head_dim", model.dim // model.heads)
-    if width < _LEAST_WIDTH:
+    if width < LEAST_WIDTH:
         raise UserError(
             f"head dim {width} (model.dim={model.dim}, model.heads={model.heads}) is too small for {FLEX} "
-            f"({_LEAST_WIDTH} or more), and this run needs it on GPUs; use fewer model.heads, or {instead}"
+            f"({LEAST_WIDTH} or more), and this run needs it on GPUs; use fewer model.heads, or {instead}"
         )
 
 

@@ -2,27 +2,39 @@
 
 import json
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.parity import TOLERANCES
 from serried.commands import export_models, generate_text
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.parallel.axes.tensor_trial import difference_of_shards
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.checks import check_layout
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.parallelize import check_plan, parallelize
+from serried.parallel.plan import ParallelPlan
 from serried.program import main
 from serried.recipes.models.hugging_face.any_causal_lm import HuggingFaceModel
-from serried.recipes.models.hugging_face.any_causal_lm_config import DIVIDED_MODELS
 from serried.recipes.text.causal_lm import CausalLM
+from serried.trainer.checkpoint.tensors import load_weights
 from testing import runs
 from testing.rank_pool import Cluster
 from testing.runs import losses
+from testing.wire_bytes import Wire
+from tests.ranks import test_activations, test_compile
 from tests.ranks.models.test_families import BORDERS, LENGTH, POSITIONS, documents, opened, written
 from tests.runs.fine_tuning.test_sft import write_chats
 
@@ -31,6 +43,11 @@ SIZES = {
     "vocab_size": ROWS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 80, "max_position_embeddings": 256, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
+WINDOWS = {
+    "sliding_window": 8,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},  # its head has another name in files
     "phi": {},  # its head has a bias
@@ -39,8 +56,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 3, "n_head": 4},  # cannot keep documents apart
     "granite": {"logits_scaling": 4.0},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # stacked experts, which files hold one by one
+    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 24},  # documents longer than the window
 }
-GIVES_LOSS = {"gpt_neox", "opt", "falcon", "bloom", "olmoe"}
+GIVES_LOSS = {"gpt_neox", "opt", "falcon", "bloom", "olmoe", "gemma3_text"}
+OWN_ATTENTION = {"falcon", "bloom"}
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Any:
@@ -57,7 +76,9 @@ def saved(name: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "granite")) for name in MODELS]
+)
 def test_a_model_trains_as_transformers_trains_it(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -87,7 +108,10 @@ def test_a_model_trains_as_transformers_trains_it(name: str, tmp_path: Path) -> 
             optimizer.zero_grad()
             each.backward()
             optimizer.step()
-    assert ours.forward._gives_loss is (name in GIVES_LOSS)
+    checks = ours.forward._checks
+    assert (ours.forward._head.is_product and checks.returns_head_output) is (name in GIVES_LOSS)
+    assert (ours.config._attn_implementation == "serried") is (name not in OWN_ATTENTION)
+    assert checks.computes_in_bf16
 
     written(family, ours, tmp_path / "trained")
     again, loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", output_loading_info=True)
@@ -257,22 +281,86 @@ LORA = ("recipe=lora", "adapter.modules=[q_proj,o_proj]", "adapter.rank=4", "opt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "of_run"), [(name, LORA if name == "granite" else ()) for name in DIVIDED_MODELS])
-def test_tensor_ranks_divide_a_model_by_its_own_plan(
-    name: str, of_run: tuple[str, ...], cluster: Cluster, folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "changes", "of_run"),
+    [("gpt_neox", {}, ()), ("granite", {}, LORA), ("gemma3_text", {}, ()), ("olmo2", {}, ())],
+)
+def test_tensor_ranks_shard_a_model_by_its_own_plan(
+    name: str, changes: dict[str, Any], of_run: tuple[str, ...], cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
-    """Biases; fused queries, keys and values; adapters; norms of heads."""
-    saved(name, tmp_path / "model")
+    """Biases and fused queries, keys and values; adapters; norms of heads and windows; norms of the full width."""
+    saved(name, tmp_path / "model", **changes)
     more = [f"model.path={tmp_path / 'model'}", "precision=fp32", "trainer.steps=3", *of_run]
     assert runs.run_here(sft(folder, tmp_path / "single", *more)).code == 0
     more += ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]
-    argv = sft(folder, tmp_path / "divided", *more)
+    argv = sft(folder, tmp_path / "sharded", *more)
     answers = cluster.run(4 if name == "gpt_neox" else 2, "testing.runs:train_reported", argv=argv)
     assert {answer.value for answer in answers} == {0}, answers[0].printed
-    assert losses(tmp_path / "divided") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
     stem = "adapter_model" if of_run else "model"
-    whole, divided = (runs.weights(tmp_path / run, stem) for run in ("single", "divided"))
-    assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in divided.items()}
+    whole, sharded = (runs.weights(tmp_path / run, stem) for run in ("single", "sharded"))
+    assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in sharded.items()}
+
+
+def planned(path: Path, *more: str) -> tuple[CausalLM, nn.Module, ParallelPlan]:
+    """Return a task, its model on the meta device and the plan."""
+    task = CausalLM(compose(["model=hf", f"model.path={path}", "data.tokenizer=bytes", *more]))
+    model = task.build_model()
+    return task, model, task.parallel_plan(model)
+
+
+def written_config(path: Path, name: str, **changes: Any) -> Path:
+    config = {"model_type": name, **SIZES, **MODELS.get(name, {}), **changes}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "cohere": ({"use_qk_norm": True}, "a small CohereForCausalLM sharded by the tensor plan .* differs from a whole"),
+    "olmoe": ({}, "for OlmoeForCausalLM uses .*packed_colwise, which model=hf does not support"),
+    "opt": ({}, "transformers has no tensor plan for OPTForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensor_plan_that_changes_the_model_is_refused(name: str, tmp_path: Path) -> None:
+    """Plain columns and rows, in cohere, around code that needs the whole width."""
+    changes, message = REFUSED[name]
+    _, model, plan = planned(written_config(tmp_path, name, **changes))
+    layout = resolve_layout(compose(["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]).parallel, 2)
+    with pytest.raises(UserError, match=rf"^parallel\.tensor=2: .*{message}.*; use parallel\.tensor=1 with ") as error:
+        check_plan(model, plan, layout)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("olmo2", marks=pytest.mark.slow)])
+def test_tensor_plan_that_does_not_change_the_model_is_used(name: str, tmp_path: Path) -> None:
+    _, _, plan = planned(written_config(tmp_path, name))
+    assert plan.refuse_roles is not None
+    assert plan.refuse_roles() == ""
+    shards_attention = any(glob.endswith("q_proj") for glob in plan.roles)
+    assert shards_attention is (name != "olmo2"), "norms of the full width"
+
+
+def test_gradient_that_the_roles_would_change_is_found() -> None:
+    """A gate within the region, applied after the sum: outputs agree, but its gradient would be counted twice."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.gate = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x).relu()) * self.gate(x).sigmoid()
+
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"mlp": Gated()}), torch.randn(1, 3, 4)
+    roles = {"mlp": "region", "mlp.up": "column", "mlp.down": "row"}
+    differing = difference_of_shards(model, ParallelPlan(roles=roles), lambda shard: shard["mlp"](x))
+    assert differing == "the gradient of mlp.gate.weight"
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    roles = {"": "region", "0": "column", "1": "row"}
+    assert difference_of_shards(plain, ParallelPlan(roles=roles), lambda shard: shard(x)) == ""
 
 
 def refusal(path: Path, axis: str) -> str:
@@ -281,17 +369,6 @@ def refusal(path: Path, axis: str) -> str:
     with pytest.raises(UserError) as error:
         check_layout(config, layout, gradient_accumulation(config.trainer, layout))
     return str(error.value)
-
-
-@pytest.mark.parametrize("name", ["gemma3n_text", "cohere", "olmoe", "opt"])
-def test_tensor_ranks_are_refused_for_a_model_that_no_test_divides(name: str, tmp_path: Path) -> None:
-    """Plain columns and rows, in the first two, around code that needs the whole width."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": ROWS}))
-    known = ", ".join(DIVIDED_MODELS)
-    assert refusal(tmp_path, "tensor") == (
-        f"parallel.tensor=2 with model=hf supports only {known}, but this model is a {name}; use parallel.tensor=1 "
-        "with parallel=fsdp"
-    )
 
 
 @pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
@@ -307,7 +384,7 @@ def test_keys_that_name_code_are_not_followed(folder: Path) -> None:
     harmful["task_specific_params"] = dict(harmful)
     section = section.model_copy(update={"architecture": section.architecture | harmful})
     family = HuggingFaceModel(section, ROWS)
-    assert family.build().config._attn_implementation == "sdpa"
+    assert family.build().config._attn_implementation == "serried"
     exported = family.export_config(None)
     assert harmful.keys() & exported.keys() == {"task_specific_params"}
     assert exported["task_specific_params"] == {}
@@ -321,3 +398,85 @@ def test_preferences_are_computed_from_logits(folder: Path, tmp_path: Path) -> N
     first, second = losses(tmp_path / "run")
     assert first == pytest.approx(math.log(2)), "the model is the reference"
     assert second < first
+
+
+FAKE_RANKS = 4
+
+
+@contextmanager
+def fake_group() -> Iterator[None]:
+    """A process group whose collectives send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=FAKE_RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(path: Path, low_dtype: torch.dtype | None) -> tuple[CausalLM, DistributedModel]:
+    how = ["parallel=fsdp", f"parallel.shard={FAKE_RANKS}", "parallel.reshard_after_forward=true"]
+    task, model, plan = planned(path, *how)
+    parallel = parallelize(
+        model, plan, lambda _: 0.02, seed=1, layout=resolve_layout(task.run.parallel, FAKE_RANKS),
+        section=task.run.parallel, low_dtype=low_dtype, device=torch.device("cpu"),
+    )  # fmt: skip
+    return task, parallel
+
+
+def test_fsdp_gathers_blocks_in_bf16(tmp_path: Path) -> None:
+    """Every unit is gathered twice, but the head, where the backward starts, and the last norm once."""
+    written_config(tmp_path, "qwen3", vocab_size=260, head_dim=16)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    with fake_group():
+        _, parallel = sharded(tmp_path, torch.bfloat16)
+        with Wire() as wire:
+            parallel.model(tokens, targets=tokens).backward()
+    whole = sum(math.prod(spec.shape) for spec in parallel.specs.values())
+    once = sum(math.prod(parallel.specs[name].shape) for name in ("lm_head.weight", "model.norm.weight"))
+    sent = (FAKE_RANKS - 1) / FAKE_RANKS
+    assert wire.bytes == {"allgather_base": (2 * whole - once) * 2 * sent, "reduce_scatter_base": whole * 4 * sent}
+
+
+def test_rank_reads_only_the_bytes_of_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("qwen3", tmp_path, vocab_size=260)
+    counts, preadv = list[int](), os.preadv
+
+    def counted(*arguments: Any) -> int:
+        counts.append(preadv(*arguments))
+        return counts[-1]
+
+    there = load_file(tmp_path / "model.safetensors")
+    with fake_group():
+        task, parallel = sharded(tmp_path, None)
+        monkeypatch.setattr(os, "preadv", counted)
+        load_weights(tmp_path, parallel, task.exported)
+    for held in parallel.parameters:
+        assert held.local.equal(there[held.name].chunk(FAKE_RANKS)[1]), held.name
+    of_headers = (tmp_path / "model.safetensors").stat().st_size - sum(each.nbytes for each in there.values())
+    shard = sum(each.nbytes for each in there.values()) // FAKE_RANKS
+    assert shard <= sum(counts) <= shard + of_headers
+
+
+@pytest.mark.slow
+def test_loss_in_bf16_is_that_of_the_built_in_family(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    """Both gather bf16 and compute without autocast."""
+    saved("qwen3", tmp_path / "model")
+    how = [
+        f"model.path={tmp_path / 'model'}", "precision=bf16", "parallel=fsdp", "parallel.reshard_after_forward=true",
+    ]  # fmt: skip
+    for choice in ("hf", "auto"):
+        argv = sft(folder, tmp_path / choice, *how, f"model={choice}")
+        answers = cluster.run(2, "testing.runs:train_reported", argv=argv)
+        assert {answer.value for answer in answers} == {0}, answers[0].printed
+    ours, family = losses(tmp_path / "hf"), losses(tmp_path / "auto")
+    assert ours == pytest.approx(family, rel=TOLERANCES["bf16"])
+    assert ours[-1] < ours[0] - 0.1
+
+
+@pytest.mark.slow
+def test_compiled_and_recomputed_steps_have_the_same_bits(tmp_path: Path) -> None:
+    written_config(tmp_path, "qwen3")
+    argv = ["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes", "precision=fp32", "data.sequence_length=32"]
+    again = test_activations.differing(argv, ["full", "selective", "offload"])
+    assert again == {"full": [], "selective": [], "offload": []}
+    assert test_compile.differing(argv, ["none", "selective"]) == {"none": [[], 1], "selective": [[], 1]}

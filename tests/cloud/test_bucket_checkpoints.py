@@ -129,6 +129,30 @@ def test_run_resumes_on_two_ranks_with_the_losses_of_a_run_in_a_folder(
     assert [entry.step for entry in entries(started)] == [4, 6]
 
 
+@pytest.mark.slow
+def test_run_resumes_on_four_ranks_of_other_layouts_with_the_losses_of_a_run_in_a_folder(
+    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path, cluster: Cluster, scratch: Path
+) -> None:
+    common = ("trainer.micro_batch=1", "trainer.deterministic=true", "model.kv_heads=4")
+    starts = [
+        (2, "parallel=ddp", "trainer.stop_at=2"),
+        (4, "parallel=fsdp", "trainer.stop_at=4"),
+        (4, "parallel.tensor=4", ""),
+    ]
+    for place in (tmp_path / "run", url):
+        for ranks, how, end in starts:
+            answers = cluster.run(
+                ranks, "tests.cloud.test_bucket_checkpoints:train_in_bucket",
+                argv=tiny_overrides(text, place, *common, how, *filter(None, [end])),
+                environment=server.environment | {"SERRIED_SCRATCH": str(scratch)},
+            )  # fmt: skip
+            assert [answer.value for answer in answers] == [75 if end else 0] * ranks, answers[0].printed
+    assert losses(server, folder) == local_losses(tmp_path / "run"), "bitwise"
+    assert run_here(tiny_overrides(text, tmp_path / "straight", *common)).code == 0
+    assert dict(losses(server, folder)) == pytest.approx(dict(local_losses(tmp_path / "straight")), abs=2e-5)
+    assert [entry.step for entry in entries(url)] == [4, 6]
+
+
 def flip_last_bit(server: S3Server, key: str) -> None:
     """Damage an object of the bucket."""
     content = bytearray(server.objects(key)[key])

@@ -13,6 +13,7 @@ from serried.configs.errors import TrainingStopped, UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
 from serried.recipes.data.prepared.ranged_objects import BLOCK_BYTES
+from serried.trainer.trainer import Trainer
 from testing.runs import run_here, tiny_overrides
 from testing.s3_server import BUCKET, S3Server
 
@@ -158,6 +159,34 @@ def test_losses_with_ranges_are_those_of_whole_tokens(
     assert len(losses[0]) > 3
     (kept,) = (tmp_path / "disk" / "serried" / "ranges").iterdir()
     assert np.fromfile(kept / "ranges.blocks", "<u4").any()
+
+
+@pytest.mark.parametrize(("change", "code"), [("expired", 75), ("replaced", 78)])
+def test_run_whose_tokens_cannot_be_read_ends_with_one_line(
+    change: str, code: int, server: S3Server, folder: str, text: Path, tmp_path: Path
+) -> None:
+    """Missing rights may come back, and the run with them; a changed object needs its user."""
+    local = prepared(str(text), "text", cache_dir=str(tmp_path / "cache"))
+    url = put_folder(server, folder, local.folder)
+    key = f"{folder}/train-00000.bin"
+
+    def disturb(trainer: Trainer, step: int) -> None:
+        del trainer
+        if step == 2 and change == "expired":
+            server.set_faults(expired=1.0)
+        elif step == 2:
+            content = server.objects(key)[key]
+            server.client().put_object(Bucket=BUCKET, Key=key, Body=content[::-1])
+
+    words = ["data=tokens", f"data.path={url}", "data.fetch=ranges", "data.fetch_limit=0MB", "trainer.steps=20"]
+    ended = run_here(tiny_overrides(text, tmp_path / "run", *words), disturb)
+    assert ended.code == code, ended.printed
+    said = {
+        "expired": f"cannot read {url}/train-00000.bin: ",
+        "replaced": f"{url}/train-00000.bin changed since it was",
+    }
+    assert said[change] in ended.printed
+    assert "Traceback" not in ended.printed
 
 
 # token files of other tools -------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class Gemma4Transformer(GemmaTransformer):
         inputs = self._inputs_of_blocks(tokens, x) if model.block_input_dim else [None] * model.layers
         pairs: dict[bool, KeysAndValues] = {}
         """Shared keys and values of blocks without a window (True) and with one."""
-        for number, (block, own) in enumerate(zip(self.layers, settings, strict=True)):
+        for number, (block, own) in enumerate(zip(self.layers, settings, strict=False)):
             further: dict[str, Any] = {} if inputs[number] is None else {"own_input": inputs[number]}
             if model.reuses_keys(number):
                 further["shared"] = pairs[model.is_global(number)]

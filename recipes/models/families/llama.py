@@ -234,7 +234,7 @@ class Transformer(nn.Module):
             settings: further arguments of each block.
         """
         del tokens
-        for block, own in zip(self.layers, settings, strict=True):
+        for block, own in zip(self.layers, settings, strict=False):  # a plan traces only some of the blocks
             x = block(x, *own)
         return x
 

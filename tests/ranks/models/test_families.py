@@ -316,6 +316,16 @@ def test_layer_of_glm_for_speculative_decoding_is_left_out(tmp_path: Path) -> No
         torch.testing.assert_close(opened(tmp_path)[1](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
+def test_keys_of_blocks_that_use_those_of_others_are_left_out(tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 4 E2B and E4B have them."""
+    theirs, file = saved("gemma4_text, inputs of blocks", tmp_path), tmp_path / "model.safetensors"
+    unused = {f"model.layers.5.self_attn.{name}.weight": torch.ones(2) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file(load_file(file) | unused, file, {"format": "pt"})
+    tokens = torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(opened(tmp_path)[1](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
 def test_experts_stacked_as_on_the_hub_are_read(tmp_path: Path) -> None:
     import transformers
 

@@ -15,23 +15,23 @@ from testing.rank_pool import Cluster
 from tests.ranks.models.test_families import FAMILIES, ROWS, WINDOW, opened_on, saved
 from tests.support.continuing import TOKENS, continued, greedy_and_sampled
 
-LENGTHS = (6, 1, 2, WINDOW + 5)
+LENGTHS = (6, 1, WINDOW + 5, 2)
 """Of prompts: most are shorter than the convolutions of linear attention and than the window, one is longer."""
 SEED = 3
 ENDS = range(0, ROWS, 9)
-PLAIN = [name for name in FAMILIES if "," not in name]
-EXPERTS = [name for name in PLAIN if any("experts" in key for key in FAMILIES[name])]
+NAMES = [name for name in FAMILIES if "," not in name or name.startswith("gemma4")]
 DAILY = ("gpt_oss", "qwen3_5_text")
 LAYOUTS = {
-    "ddp x2": (Layout("ddp", replicate=2), PLAIN),
-    "fsdp x2": (Layout("fsdp", shard=2), PLAIN),
-    "tensor x2": (Layout("fsdp", tensor=2), PLAIN),
-    "expert x2": (Layout("fsdp", shard=2, expert=2), EXPERTS),
-    "context x2": (Layout("fsdp", context=2), ["llama", "gpt2", "gpt_oss"]),
+    "ddp x2": (Layout("ddp", replicate=2), ["llama"]),
+    "fsdp x2": (Layout("fsdp", shard=2), ["gpt2", "deepseek_v3", "qwen3_next"]),
+    "tensor x2": (Layout("fsdp", tensor=2), ["gemma2", "deepseek_v3", "qwen3_5_text", "gpt_oss"]),
+    "expert x2": (Layout("fsdp", shard=2, expert=2), ["gpt_oss", "qwen3_next"]),
+    "context x2": (Layout("fsdp", context=2), ["gpt_oss"]),
     "pipeline x2": (Layout("fsdp", pipeline=2, stages=2), ["llama"]),
 }
+"""Layouts, and families with different caches."""
 
-Alone = Callable[[str], tuple[Path, list[list[int]]]]
+Together = Callable[[str], tuple[Path, list[list[int]]]]
 
 
 def prompts() -> list[list[int]]:
@@ -46,14 +46,14 @@ def texts(layout: Layout, folder: Path, rows: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """A folder with a model of a family, and what it writes one prompt after the other."""
+def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    """A folder with a model of a family, and what it writes for all prompts in one batch."""
 
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp("model")
         saved(name, folder, tie_word_embeddings=False)
-        found = texts(Layout("single"), folder, rows=1)
+        found = texts(Layout("single"), folder, rows=4)
         greedy, sampled = (max(len({*text}) for text in found[first::2]) for first in (0, 1))
         assert greedy > 5 and sampled > 20, "a model that repeats itself would compare equal to much"
         return folder, found
@@ -61,10 +61,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return made
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DAILY)) for name in PLAIN])
-def test_prompts_of_a_batch_get_the_text_that_each_gets_alone(name: str, alone: Alone) -> None:
-    folder, expected = alone(name)
-    assert texts(Layout("single"), folder, rows=4) == expected
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DAILY)) for name in NAMES])
+@torch.no_grad()
+def test_batch_gives_each_prompt_the_tokens_of_its_own_logits(name: str, together: Together) -> None:
+    """The logits are those of the text alone, computed in one forward without a cache."""
+    folder, found = together(name)
+    _, model = opened_on(Layout("single"), folder)
+    choose = greedy_and_sampled(SEED)
+    for number, (prompt, text) in enumerate(zip(prompts(), found, strict=True)):
+        logits = model.module(torch.tensor([prompt + text[:-1]]))[0, len(prompt) - 1 :]
+        assert [int(choose(row[None], [number])) for row in logits] == text
+        assert len(text) == TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_batch_gives_each_prompt_the_text_that_it_gets_alone(name: str, together: Together) -> None:
+    folder, found = together(name)
+    assert texts(Layout("single"), folder, rows=1) == found
 
 
 def texts_on(layout: str, folders: dict[str, str]) -> dict[str, list[list[int]]]:
@@ -80,13 +94,13 @@ def texts_on(layout: str, folders: dict[str, str]) -> dict[str, list[list[int]]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_text_of_each_prompt_is_the_same_on_every_layout(layout: str, alone: Alone, cluster: Cluster) -> None:
-    expected = {name: alone(name)[1] for name in LAYOUTS[layout][1]}
+def test_text_of_each_prompt_is_the_same_on_every_layout(layout: str, together: Together, cluster: Cluster) -> None:
+    expected = {name: together(name)[1] for name in LAYOUTS[layout][1]}
     first = next(iter(expected.values()))
     until = [next((at + 1 for at, token in enumerate(text) if token in ENDS), TOKENS) for text in first]
     assert len({*until}) > 2, "they end at different tokens"
     expected["ends"] = [text[:count] for text, count in zip(first, until, strict=True)] + [first[0][:9]]
-    folders = {name: str(alone(name)[0]) for name in LAYOUTS[layout][1]}
+    folders = {name: str(together(name)[0]) for name in LAYOUTS[layout][1]}
     function = "tests.ranks.models.test_batched_generation:texts_on"
     for answer in cluster.run(2, function, layout=layout, folders=folders):
         assert answer.value == expected
@@ -106,7 +120,7 @@ def nan_on(layout: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("layout", ["ddp x2", "fsdp x2"])
-def test_nan_on_one_rank_is_one_error_on_all(layout: str, alone: Alone, cluster: Cluster) -> None:
+def test_nan_on_one_rank_is_one_error_on_all(layout: str, together: Together, cluster: Cluster) -> None:
     function = "tests.ranks.models.test_batched_generation:nan_on"
-    for answer in cluster.run(2, function, layout=layout, folder=str(alone("gpt2")[0])):
+    for answer in cluster.run(2, function, layout=layout, folder=str(together("gpt_oss")[0])):
         assert "the logits of the model are NaN" in answer.value

@@ -30,7 +30,6 @@ from serried.recipes.models.families.moe import (
     Router,
     as_gathered,
     fused_experts,
-    product_of_experts,
 )
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
 from serried.recipes.models.layers.kv_cache import LayerCache
@@ -103,9 +102,9 @@ class Gemma4Experts(Experts):
     """GeGLU feed-forwards."""
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        multiply = product_of_experts(rows, counts, self.gate_proj)
-        hidden = F.gelu(multiply(rows, self.gate_proj), approximate="tanh") * multiply(rows, self.up_proj)
-        return multiply(hidden, self.down_proj)
+        multiply = self.product(rows, counts)
+        hidden = F.gelu(multiply(rows, "gate_proj"), approximate="tanh") * multiply(rows, "up_proj")
+        return multiply(hidden, "down_proj")
 
 
 class Gemma4Mixture(MixtureOfExperts):

@@ -22,8 +22,10 @@ _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 class FolderLock:
     """Lock of a folder, held until it is closed."""
 
-    def __init__(self, file: IO[bytes], stand_in: socket.socket | None) -> None:
+    def __init__(self, file: IO[bytes], stand_in: socket.socket | None, *, has_replaced: bool = False) -> None:
         self._file, self._stand_in = file, stand_in
+        self.has_replaced = has_replaced
+        """Whether it replaced the lock of a frozen process."""
 
     @property
     def warning(self) -> str | None:
@@ -83,6 +85,26 @@ def lock_folder(folder: Path) -> FolderLock:
         if is_same_file(folder / LOCK, held):  # the file was not removed meanwhile by a refused command
             return held
         held.close()
+
+
+def replace_lock(folder: Path) -> FolderLock:
+    """Lock ``folder`` although a frozen process holds the lock: that process finds another file when it runs again.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    draft = folder / f"{LOCK}.{os.getpid()}"
+    lock = open(draft, "ab", opener=_own)  # noqa: SIM115 -- the caller closes it
+    stand_in = None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            lock.close()
+            raise
+        stand_in = _address_of(lock)
+    draft.replace(folder / LOCK)
+    return FolderLock(lock, stand_in, has_replaced=True)
 
 
 def is_locked(folder: Path) -> bool | None:

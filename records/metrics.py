@@ -22,6 +22,7 @@ _OURS = frozenset((
 """Keys of events ``step`` and ``eval`` that every run writes. Other numbers are metrics of the task."""
 _MOST_LINE_BYTES = 16 * 2**20
 _EVENTS_AT_A_TIME = 1000
+_LAST_BYTES = 4 * 2**20
 
 
 def parse_event(line: bytes | str) -> dict[str, Any] | None:
@@ -105,6 +106,17 @@ def logged_images(run_dir: Path, images: Any) -> dict[str, list[Path]]:
         inside = [run_dir / path for path in parts if not path.is_absolute() and ".." not in path.parts]
         found[str(name)] = [path for path in inside if path.is_file()]
     return found
+
+
+def last_events(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the events of ``step`` in the last lines of a ``metrics.jsonl``."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            lines = file.read().splitlines()
+    except (OSError, NotPlainData):
+        return []
+    return [event for event in map(parse_event, lines) if event is not None and event.get("step") == step]
 
 
 class GrowingFile:

@@ -18,7 +18,7 @@ from serried.records.files import write_atomically
 from serried.records.generations import RECOVERY
 from serried.records.goodput import Goodput, goodput_of
 from serried.records.head import Head
-from serried.records.lock import LOCK, is_same_file, lock_folder
+from serried.records.lock import LOCK, is_same_file, lock_folder, replace_lock
 from serried.records.metrics import LOST_METRICS, METRICS, parse_event
 from serried.records.status import STATUS, Members, Status, read_status, write_status
 
@@ -40,8 +40,12 @@ _READ_AT_THE_END_BYTES = 64 * 2**20
 class RunFolder:
     """``run.dir``, locked by at most one process. Only rank 0 has an instance."""
 
-    def __init__(self, path: Path, url: str | None = None) -> None:
-        """Create and lock the folder. ``url``: the run in a bucket for which it is a scratch folder, for messages.
+    def __init__(self, path: Path, url: str | None = None, *, takes_over: bool = False) -> None:
+        """Create and lock the folder.
+
+        Args:
+            url: The run in a bucket for which it is a scratch folder, for messages.
+            takes_over: Whether the process that locked it is lost. If it still holds the lock, it is frozen.
 
         Raises ``UserError`` if it cannot be written, contains unsafe links, or another process is training there.
         """
@@ -55,7 +59,12 @@ class RunFolder:
         self._made_folder, self._made_lock = not path.exists(), not (path / LOCK).exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(path)
+            try:
+                self._lock = lock_folder(path)
+            except BlockingIOError:
+                if not takes_over:
+                    raise
+                self._lock = replace_lock(path)
             for unfinished in path.glob(f".earlier-*{_UNFINISHED}"):
                 self._finish(unfinished)
         except BlockingIOError:
@@ -157,6 +166,18 @@ class RunFolder:
         self._forget_after(step)
         write_atomically(self.path / "config.yaml", config_yaml)
         write_atomically(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        self._metrics = (self.path / METRICS).open("ab", buffering=0)
+        self.status("running", step=step)
+
+    def continue_records(self, step: int) -> None:
+        """Append to the records of this run, whose earlier writer is lost, after ``step``.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        self._forget_after(step)
+        if self._lock.has_replaced:  # lines that the frozen process writes later belong to no file
+            write_atomically(self.path / METRICS, (self.path / METRICS).read_bytes())
         self._metrics = (self.path / METRICS).open("ab", buffering=0)
         self.status("running", step=step)
 

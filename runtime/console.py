@@ -73,6 +73,10 @@ class Live:
             self._said = time.monotonic()
             yield
 
+    def draw_if(self, is_drawn: bool) -> None:
+        """Redraw a line from now on, or print plain ones."""
+        self._is_drawn = is_drawn
+
     def close(self) -> None:
         """Clear the line and stop. May be called more than once, from any thread."""
         self._closed.set()
@@ -156,6 +160,11 @@ class Console:
             with suppress(OSError, ValueError), self._live.aside():
                 print(text, file=sys.stdout, flush=True)
         self.log(text)
+
+    def speak(self) -> None:
+        """Print from now on, since this is rank 0 now."""
+        self._speaks = True
+        self._live.draw_if(is_terminal())
 
     def progress(self, text: str) -> None:
         """Show the progress of an operation.

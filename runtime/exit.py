@@ -25,7 +25,7 @@ from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.configs.subcommand_arguments import repeated
 from serried.configs.unused_keys import Run, notes
 from serried.runtime.peer_sockets import first_node_is_gone, first_node_refuses
-from serried.runtime.process import code_for_agent, speaks, tell_launcher
+from serried.runtime.process import code_for_agent, is_running, speaks, tell_launcher
 from serried.runtime.rendezvous import Exchange
 from serried.runtime.signals import Signals
 
@@ -149,6 +149,11 @@ def is_end_of_another(reason: str) -> bool:
     return reason.startswith(_END_OF_ANOTHER)
 
 
+def is_broken_off(error: RuntimeError) -> bool:
+    """Return whether ``error`` is the message of Gloo or NCCL that a connection to another rank was closed."""
+    return any(words in in_one_line(error) for words in _BROKEN_OFF)
+
+
 class Cause:
     """The reason why the run ended, as far as this rank knows."""
 
@@ -217,7 +222,7 @@ class Cause:
             return Failure(self._rank, f"{asked}{when}", EXIT_STOPPED)
         for peer in self._local_ranks if self.processes else ():
             # torchrun sends SIGTERM to all ranks when one has died: that is not a request to stop.
-            if not _is_running(self.processes[peer]):
+            if not is_running(self.processes[peer]):
                 return Failure(self._rank, f"rank {peer} died without an error message{when}", EXIT_FAILED)
         where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
         return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
@@ -239,7 +244,7 @@ class Cause:
         """Wait until ``rank``, which reports the error, has exited: the launcher stops all ranks when one exits."""
         with suppress(KeyboardInterrupt):
             for _ in range(int(_MOST_WAITED_SECONDS / _LOOK_SECONDS)):
-                if rank in self._local_ranks and self.processes and not _is_running(self.processes[rank]):
+                if rank in self._local_ranks and self.processes and not is_running(self.processes[rank]):
                     return
                 time.sleep(_LOOK_SECONDS)
 
@@ -248,14 +253,6 @@ class Cause:
         if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
             patience = f"launch.step_timeout_seconds={self._section.step_timeout_seconds:g}"
             return f"{_SILENCE} in time ({patience}): {text}"
-        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
+        if isinstance(error, RuntimeError) and is_broken_off(error):
             return f"{_END_OF_ANOTHER}, or the network connection to it broke: {text}"
         return text
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -8,7 +8,7 @@ tensors. Linux only: on other systems, no connection is found.
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -75,6 +75,30 @@ def _is_open(connection: _Connection) -> bool:
             with socket.socket(fileno=os.dup(int(connection.path.name))) as copy:
                 return copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
     return False
+
+
+def local_hosts(store_port: int) -> list[str]:
+    """Return the addresses of this machine through which this process is connected to other ranks."""
+    return sorted({host for host, port in map(_split, (c.local for c in _connections())) if port != store_port})
+
+
+def sever(hosts: Collection[str], store_port: int) -> None:
+    """Close the connections of this process to other ranks, which are on ``hosts``. Keep those to the store.
+
+    All ranks that wait for this one fail at once, and so do threads of this process that wait for others. Gloo's
+    ``abort()`` does nothing, and destroying a group closes nothing while anything refers to it. Listening sockets are
+    left alone, since Gloo would end the process.
+    """
+    for connection in _connections():
+        host, port = _split(connection.remote)
+        if host in hosts and store_port not in (port, _split(connection.local)[1]):
+            with suppress(OSError), socket.socket(fileno=os.dup(int(connection.path.name))) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def first_node_is_gone() -> str:

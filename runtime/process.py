@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
 """Environment variable that is set if the job script reads ``status.json`` instead of exit codes. Its value is the
 path of a file that a rank creates when it stops on request, which the job script needs if there is no status yet."""
+CONSOLE = "SERRIED_CONSOLE"
+"""Environment variable with the file descriptors of the console of ``launch=local``, standard output and error, for a
+rank that prints to a file until rank 0 is lost."""
 REPORTS = "SERRIED_REPORTS"
 """Environment variable with the file descriptor of the pipe from which ``launch=local`` reads messages of
 ``tell_launcher``."""
@@ -326,6 +329,34 @@ def code_for_agent(code: int) -> int:
     with suppress(OSError, KeyError):
         Path(os.environ[STATUS_DECIDES]).touch()
     return EXIT_FINISHED
+
+
+def is_running(process: int) -> bool:
+    """Return whether the process with this id runs. One that has ended may still wait for its parent to notice."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return not sys.platform.startswith("linux") and _exists(process)
+    except OSError:
+        return _exists(process)
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def take_console() -> None:
+    """Print to the console of the ``launch=local`` process from now on, as rank 0 does, instead of to a file."""
+    if (given := os.environ.get(CONSOLE)) is not None:
+        for stream, descriptor in zip((sys.stdout, sys.stderr), given.split(","), strict=True):
+            with suppress(OSError, ValueError):
+                stream.flush()
+            os.dup2(int(descriptor), stream.fileno())
 
 
 # the command ----------------------------------------------------------------------------------------------------------

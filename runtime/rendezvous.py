@@ -108,6 +108,10 @@ class Exchange:
         """Store of the run. None for a single process, and before the rendezvous."""
         self.waits_for: str | None = None
         """The ranks that this rank currently waits for, for the watchdog's report."""
+        self.check_peers: Callable[[], None] = lambda: None
+        """Called while this rank waits for others. An exception that it raises ends the wait."""
+        self.survives: Callable[[BaseException], bool] = lambda _: False
+        """Returns whether an error is the consequence of a loss after which this rank continues from memory."""
         self._rank = rank
         self._world_size = world_size
         self._patience_seconds = patience_seconds
@@ -134,6 +138,17 @@ class Exchange:
             return dist.HashStore()
         tcp = connect(self._rank, self._world_size, patience, again=True)
         return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
+
+    def of_generation(self, generation: int, rank: int, world_size: int) -> "Exchange":
+        """Return an exchange among ``world_size`` of the ranks, with its own keys. ``rank``: this rank among them."""
+        import torch.distributed as dist
+
+        assert self.store is not None
+        formed = Exchange(rank, world_size, self._patience_seconds)
+        formed.store = dist.PrefixStore(f"generation_{generation}", self.store)
+        formed._attempt = f"{self._attempt}/generation_{generation}"
+        formed.check_peers, formed.survives = self.check_peers, self.survives
+        return formed
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank.
@@ -230,6 +245,7 @@ class Exchange:
         self.waits_for = whom
         deadline, nap = time.monotonic() + self._patience_seconds, 0.001
         while not self.store.check(keys):
+            self.check_peers()
             if time.monotonic() > deadline:
                 self.store.wait(keys, timedelta(milliseconds=1))  # raises torch's own error
             time.sleep(nap)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 _LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
 _LOOKS = 10
+_FORMS_WITHIN_SECONDS = 30.0
 
 
 class Session:
@@ -171,13 +172,17 @@ class Session:
         self.signals.has_begun()
         if self.exchange.store is None:
             return
-        # Private API: the only list of all groups and, before torch 2.14, the only way to shorten a live group's
+        limit = max(self.section.step_timeout_seconds, 2 * seconds)
+        self._set_timeouts(limit + max(limit / 4, _LEAST_TIME_TO_NAME_SECONDS))
+
+    def _set_timeouts(self, seconds: float) -> None:
+        """Set the timeout of all groups except those of ``background_group``."""
+        # Private API: the only list of all groups and, before torch 2.14, the only way to change a live group's
         # timeout. tests/runs/test_session.py guards both.
         from torch.distributed import distributed_c10d as c10d
 
         set_timeout = c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout
-        limit = max(self.section.step_timeout_seconds, 2 * seconds)
-        timeout = timedelta(seconds=limit + max(limit / 4, _LEAST_TIME_TO_NAME_SECONDS))
+        timeout = timedelta(seconds=seconds)
         groups = {id(group): group for group in [c10d._get_default_group(), *c10d._world.pg_map]}
         for group in groups.values():
             if not any(group is patient for patient in self._patient):
@@ -226,6 +231,42 @@ class Session:
         """
         patience = timedelta(seconds=patience_seconds or self.section.start_timeout_seconds)
         return self.exchange.own_connection(name, patience)
+
+    def form_again(self, ranks: Sequence[int], nodes: Sequence[int], generation: int) -> None:
+        """Make this the session of only ``ranks``, in this order, since the others are lost. A collective call of these
+        ranks.
+
+        Args:
+            nodes: The node of each of ``ranks``.
+            generation: Number of the new set of ranks.
+
+        The process groups are destroyed: drop every reference to them before, and build everything that depends on the
+        ranks again.
+        """
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        self.exchange = self.exchange.of_generation(generation, ranks.index(self.rank), len(ranks))
+        self.rank, self.world_size = ranks.index(self.rank), len(ranks)
+        here = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
+        self.local_rank, self.local_world_size = here.index(self.rank), len(here)
+        cause = Cause(self.rank, range(here[0], here[-1] + 1), self.section, self.signals, self.exchange)
+        cause.processes = [self.cause.processes[rank] for rank in ranks]
+        cause.first_step_is_done = self.cause.first_step_is_done
+        self.cause = cause
+        self.must_not_wait, self._patient = False, []
+        if dist.is_initialized():
+            time.sleep(CONNECTIONS_CLOSE_SECONDS)  # see _joined
+            dist.destroy_process_group()
+        assert self.exchange.store is not None
+        # Private API: names of groups have this number, which differs between ranks after an attempt that failed.
+        c10d._world.group_count = 0
+        self.gather(None)  # a rank that is lost meanwhile is noticed here; torch would wait for its timeout
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("groups", self.exchange.store), rank=self.rank, world_size=self.world_size,
+            timeout=timedelta(seconds=min(self.section.start_timeout_seconds, _FORMS_WITHIN_SECONDS)),
+        )  # fmt: skip
+        self._set_timeouts(self.section.start_timeout_seconds)
 
     def shield(self) -> None:
         """Ignore signals during the cleanup, from now on. Only Ctrl-C still ends the process immediately.
@@ -359,7 +400,8 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
             # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is related).
             time.sleep(CONNECTIONS_CLOSE_SECONDS)
             # After a failure, a GPU may still wait for a rank that is gone, and NCCL would wait too.
-            if not (session.must_not_wait or (session.cause.ended_run and device.type != "cpu")):
+            waits = session.must_not_wait or (session.cause.ended_run and device.type != "cpu")
+            if dist.is_initialized() and not waits:
                 dist.destroy_process_group()
 
 

@@ -33,17 +33,21 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
     Raises:
         UserError: The configuration is inconsistent.
     """
-    processes = planned_processes(config.launch, config.dry_run)
+    count = planned_processes(config.launch, config.dry_run)
     if config.trainer.micro_batch == AUTO:  # chosen later; any valid value will do here
-        layout = resolve_layout(config.parallel, processes)
+        layout = resolve_layout(config.parallel, count)
         config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
-    layout, accumulation = checked_layout(config, processes)
+    layout, accumulation = checked_layout(config, count)
     if config.recover.mode != "off":
         check_recovery(config, layout)
         if not config.dry_run:
-            check_recovery_start(config, layout, _started_processes(config))
-            # Until the training loop continues after a loss.
-            raise UserError("recover.mode=memory is not supported by this version; use recover.mode=off")
+            processes = _started_processes(config)
+            check_recovery_start(config, layout, processes)
+            if processes.launcher != "local":
+                raise UserError(
+                    f"recover.mode=memory with launch={processes.launcher} is not supported by this version; use "
+                    "launch=local, or recover.mode=off"
+                )
     return layout, accumulation
 
 

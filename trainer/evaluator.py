@@ -34,6 +34,8 @@ class Evaluator:
         self._progress, self._log = progress, log
         self._meter, self._shutdown = meter, shutdown
         self._benchmarks = benchmarks
+        self.before: tuple[int, dict[str, Any]] | None = None
+        """Step of the last evaluation that was begun, and the progress before it."""
 
     def announce(self) -> None:
         """Record all validation sets as not evaluated. ``evaluate`` removes the sets that it has evaluated."""
@@ -49,6 +51,7 @@ class Evaluator:
             it raises the error. The results of the failed set are discarded. Other errors are raised.
         """
         progress = self._progress
+        self.before = step, progress.state_dict()
         progress.missed = list(self._validation if names is None else names)
         before = progress.state_dict()
         try:
@@ -59,6 +62,8 @@ class Evaluator:
                 progress.missed.remove(name)
             self._shutdown.settle_evaluation()
         except Exception as error:
+            if self._context.session.exchange.survives(error):
+                raise
             failure = self._explained(error)
             if not self._shutdown.share_failure(failure, step):
                 raise

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from serried.configs.errors import TrainingFailed, TrainingStopped
 from serried.parallel.layout.mesh import fewest_micro_batches
@@ -29,6 +29,21 @@ _STEPS_BETWEEN_TIMED = 10
 """Minimum number of steps between two steps with timed phases, so that the cost of timing is negligible."""
 
 
+class Rest(NamedTuple):
+    """The work after an update that a loss has interrupted."""
+
+    evaluate: bool = False
+    save: bool = False
+
+
+NOTHING_LEFT = Rest()
+
+
+def is_due(step: int, every: int, last_step: int) -> bool:
+    """Return whether something that happens every ``every`` steps (0: never) and after the last one, is due."""
+    return every > 0 and (step % every == 0 or step == last_step)
+
+
 class Loop:
     """Train step by step. Every rank runs the same loop."""
 
@@ -38,8 +53,8 @@ class Loop:
     ) -> None:  # fmt: skip
         self._context = context
         self._data, self._state = data, state
-        self._log_results, self._profiler = log, profiler
-        self._evaluator, self._saver = evaluator, saver
+        self.log, self._profiler = log, profiler
+        self.evaluator, self._saver = evaluator, saver
         self._shutdown, self._rollback = shutdown, rollback
         self.step = 0
         """The current step, or the last completed one."""
@@ -55,11 +70,16 @@ class Loop:
         """Resume after ``step``."""
         self.step = self._timed_step = step
 
-    def steps(self) -> Generator[int, None, None]:
-        """Train until the last step or a request to stop. Yields the number of each completed step."""
+    def steps(self, rest: Rest = NOTHING_LEFT) -> Generator[int, None, None]:
+        """Train until the last step or a request to stop. Yields the number of each completed step.
+
+        ``rest``: what is left to do of the step to start after.
+        """
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
-            if self.step:
-                self._evaluator.make_up(self.step)
+            if any(rest):
+                self._complete_step(rest)
+            elif self.step:
+                self.evaluator.make_up(self.step)
             is_over, is_dropped = self._shutdown.stops, False
             while not is_over:
                 try:
@@ -117,10 +137,10 @@ class Loop:
         may_drop = self._rollback.went_back_to != self.steps_done
         fewest = fewest_micro_batches(self._context.config.trainer, parallel.layout)
         before = self._shutdown.before_micro_batches(step, len(batches), fewest) if may_drop else None
-        result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds, before)
+        result = self._state.step(on_device, self.log.learning_rate(step), vote, seeds, before)
         self._data.step = step
         self._context.pulse.phases.end()
-        self._log_results.meter.add(step, result)
+        self.log.meter.add(step, result)
         self._shutdown.count(result["votes"])
 
     def _log(self, loader: BatchLoader) -> None:
@@ -129,7 +149,7 @@ class Loop:
         every, is_an_end = self._context.config.trainer.log_every, self.step == 1 or self._shutdown.stops
         is_logged = self._is_due(every) or (is_an_end and every > 0)
         try:
-            self._log_results.read(self.step, loader, log=is_logged)
+            self.log.read(self.step, loader, log=is_logged)
         except (GoBack, TrainingFailed):
             self._saver.compare_replicas(self.step)  # a replica with corrupt values looks like a failed training
             raise
@@ -139,7 +159,7 @@ class Loop:
         config = self._context.config
         if self._is_due(config.health.replica_check_every):
             self._saver.compare_replicas(self.step)
-        return self._evaluator.evaluate(self.step) if self._is_evaluated else None
+        return self.evaluator.evaluate(self.step) if self._is_evaluated else None
 
     def _begin_save(self) -> None:
         """Start a checkpoint if one is due, and report completed checkpoints.
@@ -151,14 +171,14 @@ class Loop:
         is_last, every = self.step == config.trainer.last_step, config.checkpoint.every
         if is_last or is_asked_for or (every and self.step % every == 0):
             if self._is_evaluated:
-                self._evaluator.announce()
+                self.evaluator.announce()
             self._begin()
 
     def _begin(self) -> None:
         self._shutdown.check_folder()
         self._shutdown.saves()
         self._context.pulse.enter(SAVE, self.step)
-        self._log_results.read_all(self.step)
+        self.log.read_all(self.step)
         self._saver.begin(self.step)
 
     def _finish_save(self, *, ends: bool) -> None:
@@ -174,6 +194,17 @@ class Loop:
             self._shutdown.check_folder()
             self._context.pulse.enter(SAVE, self.step)
         self._saver.finish(is_evaluated=is_evaluated, is_last=is_last)
+
+    def _complete_step(self, rest: Rest) -> None:
+        """Do what is left of a step that a loss has interrupted after its update."""
+        if rest.save:
+            self._begin()
+        failure = self.evaluator.evaluate(self.step) if rest.evaluate else None
+        if rest.save:
+            self._finish_save(ends=failure is not None)
+        if failure is not None:
+            raise failure
+        self._raise_failure_of_callback()
 
     def _save_step_before(self) -> None:
         """Save the last completed step if this is not already done. The current step was dropped.
@@ -215,7 +246,7 @@ class Loop:
         return self._is_due(self._context.config.trainer.evaluates_every)
 
     def _is_due(self, every: int) -> bool:
-        return every > 0 and (self.step % every == 0 or self.step == self._context.config.trainer.last_step)
+        return is_due(self.step, every, self._context.config.trainer.last_step)
 
 
 @contextmanager

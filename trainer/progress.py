@@ -121,7 +121,7 @@ class Progress:
 
         Raises ``UserError`` if the checkpoint's progress is invalid.
         """
-        if start.checkpoint is not None:
+        if start.resumes:
             with taking_from(start.checkpoint):
                 self.load_state_dict(start.state["progress"])
             self.early_stop = None

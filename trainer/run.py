@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from serried.configs.bucket_paths import with_urls
 from serried.configs.errors import (
@@ -33,18 +34,23 @@ from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.records.trackers.tracker_processes import Trackers
+from serried.runtime.agreement import Fenced
 from serried.runtime.console import Console, Doing
 from serried.runtime.exit import Failure
+from serried.runtime.process import take_console, tell_launcher
 from serried.runtime.session import Session
 from serried.trainer import compilation
 from serried.trainer.adapter_base_model import initial_weights
 from serried.trainer.callbacks import Callback, Callbacks
+from serried.trainer.checkpoint.checkpoints import checkpoints_of
 from serried.trainer.checkpoint.resume import DamagedCheckpoint, Start, check_data, find_start
-from serried.trainer.checkpoint.retention import weights_alone
+from serried.trainer.checkpoint.retention import step_of, weights_alone
+from serried.trainer.checkpoint.saved_state import read_state
 from serried.trainer.model import build_model, with_compile
-from serried.trainer.monitor.heartbeat import END, activity
+from serried.trainer.monitor.heartbeat import END, SET_UP, Pulse, activity
 from serried.trainer.monitor.watchdog import Watchdog
 from serried.trainer.progress import Counts, Progress, has_missed_evaluations, saved_early_stop, saved_skipped
+from serried.trainer.recovery.recovery import Kept, Recovery
 from serried.trainer.run_context import Context, Planner
 from serried.trainer.run_data import Data, with_steps
 from serried.trainer.task import RunTask, needs_data_for_example
@@ -69,6 +75,11 @@ def train(
         UserError: A problem that the user can fix. It is the same on every rank.
         TrainingFailed: Loss or gradient was not finite in several consecutive steps, or a callback failed.
     """
+    if config.recover.mode == "memory" and session.device.type != "cpu":
+        raise UserError(
+            "recover.mode=memory needs launch.device=cpu: this version cannot close the connections between GPUs; use "
+            "recover.mode=off"
+        )
     console = Console(session.is_main, session.rank)
     folder, upload = _claimed_folder(config, session, console)
     if folder is not None and folder.warning:
@@ -79,35 +90,46 @@ def train(
             at_end.callback(upload.close)
         trackers = Trackers(config.run.dir, config.track, console.say)
         at_end.callback(trackers.end)
-        if folder is not None:
-            at_end.callback(_close_folder, config, folder, console)
+        pulse = Pulse()
+        hooks = Callbacks(config, folder, pulse, console.log)
+        run = _Run(Context(config, task, session, console, folder, pulse, hooks, planner), config_yaml, callbacks)
+        at_end.callback(run.close_folder)
         at_end.callback(trackers.finish)
-        watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
-        at_end.callback(watchdog.close)
-        hooks = Callbacks(config, folder, watchdog.pulse, console.log)
-        run = _Run(Context(config, task, session, console, folder, watchdog.pulse, hooks, planner), config_yaml)
+        run.watch()
+        at_end.callback(run.end_watch)
         console.follow(run.activity)
         session.signals.last_words_unheard = run.stop_unheard
-        trainer: Trainer | None = None
+        built: list[Trainer] = []  # the trainer; the only reference, so that a loss can release it
         try:
             session.once(partial(hooks.make, task, callbacks))
             run.find_start()
             if run.is_over():
                 return run.nothing_to_do()
-            trainer = run.build()
-            at_end.callback(trainer.saver.checkpointer.close)
+            built.append(run.build())
+            at_end.callback(_close_saver, built)
             if upload is not None:
                 upload.start()
             if session.is_main:
                 trackers.start()
+            run.watch_for_losses(built[0])
             started = time.perf_counter()
-            for _ in trainer.steps():
-                pass
-            code = trainer.end(time.perf_counter() - started)
+            while True:
+                try:
+                    for _ in built[0].steps():
+                        pass
+                    code = built[0].end(time.perf_counter() - started)
+                    break
+                except RuntimeError as error:
+                    if not run.survives(error):
+                        raise
+                run.recover(built, trackers)  # outside of the except block, which refers to the trainer
+            run.ends_as_planned()
             session.signals.last_words = partial(_settled, console, code)
             return code
+        except Fenced as error:
+            return run.leave(error)
         except BaseException as error:
-            if (explained := run.fail(error, trainer)) is not error:
+            if (explained := run.fail(error, built[0] if built else None)) is not error:
                 raise explained from error
             raise
 
@@ -119,8 +141,13 @@ class _Run:
     process groups must be released.
     """
 
-    def __init__(self, context: Context, config_yaml: str) -> None:
+    def __init__(self, context: Context, config_yaml: str, callbacks: Sequence[Callback | type[Callback]] = ()) -> None:
         self.context, self._config_yaml = context, config_yaml
+        self._callbacks = callbacks
+        self._watchdog: Watchdog | None = None
+        self._recovery: Recovery | None = None
+        self._takes_over = False
+        """Whether this rank is rank 0 since a loss, and the trainer is not complete yet."""
         self.start = Start()
         self._data: Data | None = None
         self._damaged: dict[Path, str] = {}
@@ -188,6 +215,153 @@ class _Run:
             gc.collect()  # of the first model
             self.find_start()
 
+    # losses of replicas ---------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Start the watchdog of the current ranks."""
+        context = self.context
+        self._watchdog = Watchdog(
+            context.config.launch, context.session, context.config.run.dir, context.console, context.folder,
+            context.pulse,
+        )  # fmt: skip
+        if self._recovery is not None:
+            self._watchdog.on_loss(self._recovery.lose)
+
+    def end_watch(self) -> None:
+        """End the watchdog."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _stop_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def watch_for_losses(self, trainer: Trainer) -> None:
+        """With ``recover.mode=memory``, watch the other ranks from now on. This is a collective call."""
+        context = self.context
+        if context.config.recover.mode == "memory":
+            self._recovery = Recovery(context.session, context.config, trainer.state.parallel.layout, self.start.step)
+            if self._watchdog is not None:
+                self._watchdog.on_loss(self._recovery.lose)
+            if context.folder is not None:
+                context.folder.members = self._recovery.members
+
+    def ends_as_planned(self) -> None:
+        """Tell the other ranks that the end of this rank is no loss."""
+        if self._recovery is not None:
+            self._recovery.close()
+
+    def survives(self, error: RuntimeError) -> bool:
+        """Return whether ``error`` is the consequence of a loss. ``recover`` then continues the run."""
+        if not self.context.session.exchange.survives(error):
+            return False
+        self.context.console.log(traceback.format_exc())
+        return True
+
+    def recover(self, built: list[Trainer], trackers: Trackers) -> None:
+        """Replace the trainer in ``built`` by a trainer of the ranks that are left after a loss.
+
+        Raises:
+            TrainingStopped: The run cannot continue from memory.
+            Fenced: The other ranks continue without this one.
+        """
+        recovery = self._recovery
+        assert recovery is not None
+        self.context.session.signals.last_words = None  # it refers to the trainer
+        self.start = Start(state={"step": built[0].loop.steps_done})
+        kept = recovery.keep(built.pop())
+        while True:
+            self._stop_watch()
+            gc.collect()  # of the trainer, which refers to process groups
+            try:
+                recovery.form()
+                self._rebuild(recovery, kept, built, trackers)
+                break
+            except RuntimeError as error:
+                if not self.survives(error):
+                    raise
+            built.clear()
+            gc.collect()
+            recovery.agree_again(kept)
+        self.start = replace(self.start, kept=None)  # the tensors of the model before the loss
+        recovery.report(kept, self.context.console, self.context.folder)
+
+    def _rebuild(self, recovery: Recovery, kept: Kept, built: list[Trainer], trackers: Trackers) -> None:
+        """Build the trainer of the current ranks in ``built``, with the state ``kept``."""
+        session = self.context.session
+        if session.is_main and self.context.folder is None:
+            self._take_over(kept.step)
+        self.context.pulse.enter(SET_UP, kept.step)
+        self.watch()
+        self._configure(recovery.configured(self.context.config))
+        saved = self._saved_callbacks() if self._takes_over else {}
+        newest = self._newest_checkpoint() if session.is_main else 0
+        self.start, rest, logs = recovery.start(kept, newest, saved)
+        trainer = Trainer(self.context, self._config_yaml, self.start, self._data)
+        built.append(trainer)
+        trainer.saver.compare_always(kept.step)
+        trainer.rest = rest
+        trainer.loop.log.newest = kept.newest
+        if self._takes_over:
+            self._takes_over = False
+            self.context.callbacks.call("on_start", kept.step)
+            trackers.start()
+        if logs and kept.newest is not None:
+            trainer.loop.log.write(*kept.newest)
+        if (folder := self.context.folder) is not None:
+            session.signals.last_words = partial(_last_words, self.context.console, folder, trainer)
+
+    def _take_over(self, step: int) -> None:
+        """Do on this rank what the lost rank 0 did: console, records, callbacks."""
+        context = self.context
+        take_console()
+        context.console.speak()
+        try:
+            folder = RunFolder(context.config.run.dir, takes_over=True)
+            folder.continue_records(step)
+        except (OSError, UserError) as error:
+            raise TrainingStopped(f"rank 0 is lost, and its records cannot be continued: {error}") from None
+        hooks = Callbacks(context.config, folder, context.pulse, context.console.log)
+        hooks.make(context.task, self._callbacks)
+        self.context, self._takes_over = replace(context, folder=folder, callbacks=hooks), True
+
+    def _newest_checkpoint(self) -> int:
+        context = self.context
+        saved = checkpoints_of(context.config, context.session, context.folder).saved()
+        return (step_of(saved[0]) or 0) if saved else 0
+
+    def _saved_callbacks(self) -> dict[str, Any]:
+        """Return the state of the callbacks in the newest checkpoint; empty if there is none."""
+        context = self.context
+        for path in checkpoints_of(context.config, context.session, context.folder).saved()[:1]:
+            return {key: value for key, value in read_state(path).items() if key == "callbacks"}
+        return {}
+
+    def leave(self, error: Fenced) -> int:
+        """End this rank, without which the others continue. Returns the exit code."""
+        context = self.context
+        context.session.shield()
+        context.session.cause.record(context.session.rank, str(error), EXIT_STOPPED)
+        context.session.cause.ended_run = True
+        context.console.quiet()
+        context.console.log(f"stopped    {error}")
+        if context.folder is not None:
+            context.folder.close()
+            self.context = replace(context, folder=None)
+        tell_launcher(fenced=True)
+        return EXIT_STOPPED
+
+    def close_folder(self) -> None:
+        """Release the run folder, and write ``report.html`` if the folder has records of this run."""
+        context, folder = self.context, self.context.folder
+        if folder is not None:
+            has_records = folder.has_begun and folder.is_ours
+            folder.close()
+            if has_records:
+                _write_page(context.config, context.console)
+
+    # automatic values -----------------------------------------------------------------------------------------------
+
     def _choose_compile(self) -> None:
         context, device = self.context, self.context.session.device
         if device.type != "cpu":
@@ -243,6 +417,7 @@ class _Run:
         context = self.context
         session, folder = context.session, context.folder
         session.shield()
+        self.ends_as_planned()
         explained = self._explained(error, trainer)
         step = steps_done = self.start.step
         if trainer is not None:
@@ -316,12 +491,9 @@ def _claimed_folder(
     return claimed[0] if claimed else None, upload
 
 
-def _close_folder(config: RunConfig, folder: RunFolder, console: Console) -> None:
-    """Release the run folder, and write ``report.html`` if the folder has records of this run."""
-    has_records = folder.has_begun and folder.is_ours
-    folder.close()
-    if has_records:
-        _write_page(config, console)
+def _close_saver(built: Sequence[Trainer]) -> None:
+    for trainer in built:
+        trainer.saver.checkpointer.close()
 
 
 def _write_page(config: RunConfig, console: Console) -> None:

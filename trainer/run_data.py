@@ -72,7 +72,7 @@ class Data:
     def start(self, start: Start, global_batch: int) -> None:
         """Resume after the samples of the checkpoint, if there is one. ``global_batch``: samples per step."""
         self._global_batch = global_batch
-        if start.checkpoint is not None:
+        if start.resumes:
             with taking_from(start.checkpoint):
                 self.load_state_dict(start.state)
 

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,12 @@ class Saver:
     def compare_replicas(self, step: int) -> None:
         """Compare the replicas bitwise, unless this was already done after ``step``. This is a collective call."""
         if self._compares and self._compared_step != step:
-            self._compared_step = step
-            self._replicas(step, (part for _, part in self._state.parts()))
+            self.compare_always(step)
+
+    def compare_always(self, step: int) -> None:
+        """Compare the replicas bitwise after ``step``, even if the run does not do so. This is a collective call."""
+        self._compared_step = step
+        self._replicas(step, (part for _, part in self._state.parts()))
 
     @property
     def is_begun(self) -> bool:
@@ -113,6 +118,17 @@ class Saver:
             self._context.console.log(traceback.format_exc())
         if self.saved_step:
             self._log.interrupted(step, self.saved_step)
+
+    def give_up(self, sever: Callable[[], None]) -> bool:
+        """Abandon a pending save, which needs a lost rank. Returns whether its thread has ended.
+
+        ``sever``: closes the connections that the thread may wait for.
+        """
+        if not self.checkpointer.give_up(sever):
+            return False
+        with suppress(RuntimeError):
+            self._report(self.checkpointer.poll())  # it was complete before the loss
+        return True
 
     def _report(self, saved: Saved | None, *, is_last: bool = False) -> None:
         """Report ``saved``, the result of a save. Does nothing if it is None."""

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from serried.configs.schema.sections import HealthSection
@@ -80,6 +81,38 @@ class StepResult(NamedTuple):
         return self.is_finite and (self.loss > self.loss_limit or self.grad_norm > self.norm_limit)
 
 
+class Prepared(NamedTuple):
+    """A step after everything that needs other ranks. Only gradients and buffers have changed."""
+
+    sums: SumTable
+    squares: Tensor
+    """Sum of squares of the gradient, equal on all ranks."""
+    lr: float
+
+
+class Transaction:
+    """The step that is under way."""
+
+    def __init__(self, votes: bool) -> None:
+        self.votes = votes
+        """Whether all ranks vote before each commit, so that a step can be undone after a loss."""
+        self.prepared: Prepared | None = None
+        """The step if it is prepared and not committed."""
+        self.buffers: list[Tensor] | None = None
+        """Copies of the buffers before the step, if it can be undone."""
+
+
+def confirm(world: int) -> None:
+    """Return once every rank has called this for the current step. This is a collective call.
+
+    A rank that this returns on knows that every rank has prepared the step.
+    """
+    ready = torch.ones(1)
+    if dist.is_initialized():
+        dist.all_reduce(ready)
+        assert ready.item() == world
+
+
 class TrainStep:
     """Prepare a step (forward, backward, gradient norm and vote), then commit it (update)."""
 
@@ -95,10 +128,13 @@ class TrainStep:
         health: HealthSection,
         average: WeightAverage | None = None,
         step_mean: StepMean | None = None,
+        votes_to_commit: bool = False,
     ) -> None:
         """``nominal_weight``: number of targets in a global batch without masking. The loss is divided by it before
         backward, which keeps fp16 gradients in range on every layout. The gradients are corrected by the actual weight
-        afterwards."""
+        afterwards. ``votes_to_commit``: exchange a vote before each commit, so that a rank that misses its result
+        because another rank is lost can commit alone."""
+        self.transaction = Transaction(votes_to_commit)
         self._parallel = parallel
         self._optimizer = optimizer
         self._objective = objective
@@ -133,6 +169,8 @@ class TrainStep:
         Raises:
             StepDropped: ``before`` raised it on all ranks. The step changed nothing.
         """
+        self.transaction.buffers = self._parallel.buffers.copy() if self.transaction.votes else None
+        self.transaction.prepared = None
         loads, scale = self._parallel.loads, self.scaler.scale / self._nominal_weight
 
         def further() -> dict[str, Number | Sequence[Number]]:
@@ -145,7 +183,10 @@ class TrainStep:
             sums = self._parallel.forward_backward(batches, self._objective, scale, further, seeds, before)
             self._parallel.phases.enter(OPTIMIZER)
             squares = self._parallel.sum_squares()
-        return self._commit(sums, squares, lr)
+        self.transaction.prepared = Prepared(sums, squares, lr)
+        if self.transaction.votes:
+            confirm(self._parallel.layout.world)
+        return self.commit()
 
     def _with_mean(self, batches: Sequence[Any]) -> Sequence[Any]:
         """Return ``batches`` with the mean over the global batch, if the loss needs one."""
@@ -156,11 +197,14 @@ class TrainStep:
         return [self._step_mean.use(batch, mean) for batch in batches]
 
     @torch.no_grad()
-    def _commit(self, sums: SumTable, squares: Tensor, lr: float) -> SumTable:
-        """Accept or reject the step, and update the state of this rank accordingly.
+    def commit(self) -> SumTable:
+        """Accept or reject the prepared step, and update the state of this rank accordingly.
 
         Optimizers that communicate in their update (Muon, Adafactor) still need the other ranks.
         """
+        assert self.transaction.prepared is not None
+        sums, squares, lr = self.transaction.prepared
+        self.transaction.prepared = self.transaction.buffers = None
         loads, scale = self._parallel.loads, self.scaler.scale
         loss_sum, weight = sums["loss_sum"], sums["weight"]
         # .grad divided by this divisor is the gradient of the mean loss.
@@ -190,6 +234,12 @@ class TrainStep:
             "norm_limit": limits[1], "failed_in_row": self._failed_in_row,
         }  # fmt: skip
         return SumTable.pack(result, weight.device).joined(sums)
+
+    def drop(self) -> None:
+        """Undo the step that was prepared or under way when a rank was lost. The model must be built again."""
+        if self.transaction.buffers is not None:
+            self._parallel.buffers.restore(self.transaction.buffers)
+        self.transaction.prepared = self.transaction.buffers = None
 
     @contextmanager
     def _undone_if_dropped(self, *, may_be_dropped: bool) -> Iterator[None]:

@@ -29,6 +29,8 @@ class StepLog:
         self._context, self._state = context, state
         self._progress, self._log = progress, log
         self.meter = meter
+        self.newest: tuple[int, StepResult] | None = None
+        """The last step that was read, and its result."""
         self._samples = samples
         self._sample_ids = sample_ids
         self._sources = sources
@@ -50,6 +52,7 @@ class StepLog:
     def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
         """Read all unread results. If ``loader`` is given, log the result of step ``newest``."""
         for step, result in self.meter.read():
+            self.newest = step, result
             check_metric_names(result.metrics)
             counted = result
             if self._context.task.unit == "samples":  # the weight of a loss may not be the number of samples
@@ -63,6 +66,11 @@ class StepLog:
                 ids = self._sample_ids(step, self._context.config.trainer.seed) if is_broken else []
                 self._log.step(step, result, lr, self._samples(step), rates, ids)
             self._respond(step, result)
+
+    def write(self, step: int, result: StepResult) -> None:
+        """Log the result of ``step``, which was interrupted by a loss. Its rates are not known."""
+        lr = self._state.learning_rates(self.learning_rate(step))
+        self._log.step(step, result, lr, self._samples(step), dict.fromkeys(RATES), [])
 
     def _rates(self, step: int, loader: BatchLoader) -> dict[str, object]:
         config, session = self._context.config, self._context.session

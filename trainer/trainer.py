@@ -20,6 +20,7 @@ from serried.parallel.nf4 import whole_numel
 from serried.records.environment import environment
 from serried.records.trackers.tracker_processes import choose_run_id
 from serried.runtime.accelerator import device_name
+from serried.runtime.agreement import Report
 from serried.trainer.adapter_base_model import (
     Base,
     check_adapters,
@@ -32,6 +33,7 @@ from serried.trainer.adapter_base_model import (
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.checkpoints import checkpoints_of
+from serried.trainer.checkpoint.kept_state import KeptState
 from serried.trainer.checkpoint.resume import (
     Start,
     check_data,
@@ -42,7 +44,7 @@ from serried.trainer.checkpoint.resume import (
 )
 from serried.trainer.compilation import check_compiler
 from serried.trainer.evaluator import Evaluator, open_benchmarks
-from serried.trainer.loop import Loop
+from serried.trainer.loop import NOTHING_LEFT, Loop
 from serried.trainer.memory.host_memory import check_host_memory
 from serried.trainer.metrics.meter import PROFILING, Meter
 from serried.trainer.metrics.peak_flops import peak_flops
@@ -84,6 +86,7 @@ class Trainer:
         before_changes = _check_resumed(context, start, data)
         data.start(start, config.trainer.global_batch)
         check_validation(config, data.validation)
+        self.validation = data.validation
         benchmarks = open_benchmarks(context, data.validation)
         remember_allocations(config, session.device, console)
         model, base = _build_model(context, start)
@@ -95,15 +98,16 @@ class Trainer:
         check_model(config, module, plan, layout)
         shown = start if base is None else replace(start, weights=base.folder, adapters=base.adapters)
         planned = context.planner.plan(context, model, shown, data.training) if context.planner else None
-        for line in planned.lines if planned else ():
+        for line in planned.lines if planned and start.kept is None else ():
             console.say(line)
         needed, copied = saved_bytes(config, module, plan), copied_bytes(config, module, plan, session.device.type)
         check_host_memory(config, planned.host_bytes if planned else 0, copied // layout.world, session)
-        for line in task.describe_sample():
+        for line in task.describe_sample() if start.kept is None else ():
             console.say(line)
         for note in session.once(partial(_begin, context, start, config_yaml, needed)):
             console.say(note)
-        console.open(config.run.dir)
+        if start.kept is None:
+            console.open(config.run.dir)
         self.progress = progress = Progress()
         progress.resume(start)
         for name in context.callbacks.load_state_dict(start.state):
@@ -113,7 +117,11 @@ class Trainer:
             )
         self._log = log = RunLog(context, start, progress)
         tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
+        self.rest = NOTHING_LEFT
+        """What is left to do of the step to start after."""
         self._unchanging = {
+            # After a loss, the layout is another one than configured.
+            "config": plain(config) if start.kept is None else start.state["config"],
             "changed_after": before_changes,
             "base": base and base.record,
             "teacher": teacher_files,
@@ -124,11 +132,12 @@ class Trainer:
         }
         flops_per_sample = _flops(task, module)
         peak = peak_flops(device_name(session.device), config.precision.name)
-        log.started(
-            layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak,
-            hosts=session.gather(session.host()), tracker_run_id=tracker_run_id,
-            earlier_seconds=_earlier_seconds(context),
-        )  # fmt: skip
+        hosts = session.gather(session.host())
+        if start.kept is None:
+            log.started(
+                layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak, hosts=hosts,
+                tracker_run_id=tracker_run_id, earlier_seconds=_earlier_seconds(context),
+            )  # fmt: skip
         self.state = state = TrainingState(
             context, model, layout, start, base, before, planned.mix if planned else None
         )
@@ -138,7 +147,7 @@ class Trainer:
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)
         write_files = partial(model.write_files, _name_of_base(config, base))
-        saved_step = start.step if start.continues(config.run.dir) else 0
+        saved_step = start.saved_step(config.run.dir)
         self.saver = saver = Saver(
             context, state, log, meter, state_dict=self.state_dict, write_files=write_files, saved_step=saved_step
         )
@@ -171,7 +180,28 @@ class Trainer:
 
     def steps(self) -> Generator[int, None, None]:
         """Return the training loop as a generator, see ``Loop.steps``."""
-        return self.loop.steps()
+        rest, self.rest = self.rest, NOTHING_LEFT
+        return self.loop.steps(rest)
+
+    def report(self, rank: int) -> Report:
+        """Return the state of this rank, ``rank``, after a loss."""
+        done = self.loop.steps_done
+        return Report(rank, done, done + (self.state.step.transaction.prepared is not None))
+
+    def keep(self, step: int) -> KeptState:
+        """Return this rank's state after ``step``, which it has committed, or prepared. No communication.
+
+        Raises:
+            GoBack: The step asks for a rollback.
+        """
+        if self.loop.steps_done < step:
+            result = self.state.step.commit()
+            self._data.step = step
+            self.loop.log.meter.add(step, result)
+        self.state.step.drop()
+        self.loop.step = step
+        self.loop.log.read_all(step)
+        return KeptState.of(self.state.parts(), self.state_dict())
 
     def end(self, seconds: float) -> int:
         """Report the end of the run, after ``seconds`` of training. Returns the exit code."""
@@ -210,7 +240,6 @@ class Trainer:
             **self._unchanging,
             "world_size": self.context.session.world_size,
             "torch": torch.__version__,
-            "config": plain(self.context.config),
         }
 
 
@@ -347,6 +376,8 @@ def _begin(context: Context, start: Start, config_yaml: str, needed_bytes: int) 
     """Start the records in the run folder after all checks of user input. Called on rank 0. Returns notes to print."""
     folder, checkpoints = context.folder, checkpoints_of(context.config, context.session, context.folder)
     assert folder is not None
+    if start.kept is not None:
+        return checkpoints.sweep()
     try:
         notes = checkpoints.sweep()
         if problem := checkpoints.lack_of_space(needed_bytes):

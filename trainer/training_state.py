@@ -16,14 +16,16 @@ from serried.parallel.plan import Objective
 from serried.records.ranged_files import DamagedFile, has_ranged_files
 from serried.trainer.adapter_base_model import Base
 from serried.trainer.checkpoint.file_assignment import Part
+from serried.trainer.checkpoint.kept_state import KeptState
 from serried.trainer.checkpoint.resume import DamagedCheckpoint, Start
+from serried.trainer.checkpoint.retention import OPTIMIZER
 from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.compilation import Compilation
 from serried.trainer.data.loader import PADDING_ID, Reader
 from serried.trainer.model import Model, sharded
 from serried.trainer.optim.optimizer import model_optimizer
-from serried.trainer.optim.optimizer_state import group_values, load_plain_state, plain_state
+from serried.trainer.optim.optimizer_state import ensure_state, group_values, load_plain_state, plain_state
 from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.reference import ReferencePass
@@ -76,7 +78,9 @@ class TrainingState:
         self._average = WeightAverage(decay, self.parallel.parameters, device) if decay else None
         weight = task.weight_per_sample()
         self.step = train_step(config, task, weight, self.parallel, self.optimizer, self._average, task.step_mean())
-        if start.checkpoint is not None:
+        if start.kept is not None:
+            self.take_over(start.kept)
+        elif start.checkpoint is not None:
             self.restore(start)
 
     def restore(self, start: Start) -> None:
@@ -99,6 +103,14 @@ class TrainingState:
                 raise DamagedCheckpoint(start.checkpoint, found)
         with taking_from(start.checkpoint):
             self.load_state_dict(start.state["step_state"])
+
+    def take_over(self, kept: KeptState) -> None:
+        """Continue with the state of the model before a loss, whose shards are the same."""
+        owners = {name.rpartition(".")[0] for stem, name, _ in kept.tensors if stem == OPTIMIZER}
+        with_state = {id(held.tensor) for held in self.parallel.parameters if held.name in owners}
+        ensure_state(self.optimizer, lambda parameter: id(parameter) in with_state)
+        kept.copy_to(self.parts())
+        self.load_state_dict(kept.plain["step_state"])
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
         """Run one forward and backward pass on a micro-batch of ``dataset`` without changing the state.
@@ -197,4 +209,5 @@ def train_step(
         health=config.health,
         average=average,
         step_mean=step_mean,
+        votes_to_commit=config.recover.mode == "memory",
     )

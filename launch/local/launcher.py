@@ -28,7 +28,7 @@ from serried.runtime.import_signals import (
     end_in_one_line,
     is_program,
 )
-from serried.runtime.process import REPORTS, processes_per_node, training_command, usable_cores
+from serried.runtime.process import CONSOLE, REPORTS, processes_per_node, training_command, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -78,7 +78,9 @@ def run_local(
     with NotedSignals() as signals:
         listener, reports = socket.create_server(("127.0.0.1", 0)), _Reports()
         port = listener.getsockname()[1]
-        variables = [_variables(rank, world, port, output.name, reports) for rank in range(world)]
+        recovers = config.recover.mode == "memory"
+        console = _console() if recovers else ()
+        variables = [_variables(rank, world, port, output.name, reports, console) for rank in range(world)]
         logs = [None, *(output / f"rank-{rank}.log" for rank in range(1, world))]
         processes: Sequence[Started] | None
         if is_forked:
@@ -89,13 +91,17 @@ def run_local(
                 return None
         else:
             processes = [
-                _start_rank(its_variables, log, [*(program or training_command()), *argv], reports)
+                _start_rank(its_variables, log, [*(program or training_command()), *argv], reports, console)
                 for its_variables, log in zip(variables, logs, strict=True)
             ]
         store = _store(listener)  # it must exist during the ranks' rendezvous
         ranks = [_Rank(number, process, reports) for number, process in enumerate(processes)]
-        failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
+        survivors = _Survivors(ranks, reports) if recovers else None
+        on_look = survivors.end_others if survivors is not None else reports.read
+        failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds, on_look)
         reports.read()
+        if survivors is not None:
+            failed = failed or survivors.killed_all()
         del store
         return _report_end(
             failed, config, output, reports.said, since=started, was_asked_to_stop=bool(signals.received)
@@ -110,6 +116,12 @@ class _Reports:
         """Ranks that reported a regular end."""
         self.said: list[str] = []
         """Errors of the ranks that print to a file, in the order they were printed."""
+        self.recovering: set[int] = set()
+        """Ranks that continue from memory if another one is lost."""
+        self.fenced: set[int] = set()
+        """Ranks that ended because the others continue without them."""
+        self.formed: list[int] | None = None
+        """Ranks that continued after the last loss; None before the first one."""
         self._end, self.descriptor = os.pipe()
         os.set_blocking(self._end, False)
         self._rest = b""
@@ -127,6 +139,12 @@ class _Reports:
                 continue
             if told.get("ended"):
                 self.ended.add(told["rank"])
+            elif told.get("recovers"):
+                self.recovering.add(told["rank"])
+            elif told.get("fenced"):
+                self.fenced.add(told["rank"])
+            elif "formed" in told:
+                self.formed = told["formed"]
             elif told["rank"]:
                 self.said.append(told["said"])
 
@@ -136,36 +154,76 @@ class _Reports:
 
 
 class _Rank:
-    """Process of a rank, for ``wait_for_all``. Exit code 0 before the end of the run counts as a failure."""
+    """Process of a rank, for ``wait_for_all``. Exit code 0 before the end of the run counts as a failure, and the end
+    of a rank without which the others continue does not."""
 
     def __init__(self, number: int, process: Started, reports: _Reports) -> None:
-        self._number = number
+        self.number = number
         self._process = process
         self._reports = reports
         self.returncode: int | None = None
+        self.lost: int | None = None
+        """Exit code, if the others continue without this rank."""
 
     def poll(self) -> int | None:
         code = self._process.poll()
         self._reports.read()
-        self.returncode = _GONE if code == 0 and self._number not in self._reports.ended else code
+        if self.lost is None and code is not None:
+            is_killed = code < 0 and self.number in self._reports.recovering
+            self.lost = code if is_killed or self.number in self._reports.fenced else None
+        if self.lost is not None:
+            self.returncode = 0
+        else:
+            self.returncode = _GONE if code == 0 and self.number not in self._reports.ended else code
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
         self._process.send_signal(number)
 
 
-def _variables(rank: int, world: int, port: int, run_id: str, reports: _Reports) -> dict[str, str]:
+class _Survivors:
+    """Ranks of a run that continues without lost ranks."""
+
+    def __init__(self, ranks: Sequence[_Rank], reports: _Reports) -> None:
+        self._ranks, self._reports = ranks, reports
+
+    def end_others(self) -> None:
+        """Kill ranks that the others have left behind, such as a frozen one, once the run has ended."""
+        members = self._reports.formed
+        if members is None or any(self._ranks[number].poll() is None for number in members):
+            return
+        for rank in self._ranks:
+            rank.send_signal(signal.SIGKILL)
+
+    def killed_all(self) -> dict[int, int]:
+        """Return the exit codes of lost ranks, by rank, if no rank has reached the end; else nothing."""
+        if any(rank.number in self._reports.ended and rank.lost is None for rank in self._ranks):
+            return {}
+        return {rank.number: rank.lost for rank in self._ranks if rank.lost is not None}
+
+
+def _console() -> tuple[int, ...]:
+    """Return copies of the descriptors of this process's output, for the rank that prints if rank 0 is lost."""
+    with suppress(OSError):
+        return os.dup(1), os.dup(2)
+    return ()
+
+
+def _variables(
+    rank: int, world: int, port: int, run_id: str, reports: _Reports, console: Sequence[int]
+) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank."""
     given = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RUN_ID": run_id, LAUNCHER: os.getpid(), REPORTS: reports.descriptor,
+        **({CONSOLE: ",".join(map(str, console))} if console else {}),
     }  # fmt: skip
     return {name: str(value) for name, value in given.items()}
 
 
 def _start_rank(
-    variables: Mapping[str, str], log: Path | None, argv: Sequence[str], reports: _Reports
+    variables: Mapping[str, str], log: Path | None, argv: Sequence[str], reports: _Reports, console: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
     """Start a rank as a new interpreter."""
     # Our program unblocks signals once it has handlers; before that, an interrupted import may continue.
@@ -173,7 +231,7 @@ def _start_rank(
     with log.open("wb") if log else nullcontext() as file, until_handled:
         return subprocess.Popen(
             [sys.executable, *argv],
-            stdout=file, stderr=file, env=os.environ | variables, pass_fds=(reports.descriptor,),
+            stdout=file, stderr=file, env=os.environ | variables, pass_fds=(reports.descriptor, *console),
             process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
         )  # fmt: skip
 

@@ -53,6 +53,11 @@ def check_recovery(config: RunConfig, layout: Layout) -> None:
             f"recover.min_replicas={recover.min_replicas}, but a loss leaves {layout.replicate - 1} of the "
             f"{layout.replicate} replicas; use recover.min_replicas={layout.replicate - 1}, {_OR_OFF}"
         )
+    if config.run.url is not None:
+        raise UserError(
+            f"recover.mode=memory with run.dir={config.run.url}: only the process that claimed the run in a bucket "
+            f"writes there, and this version cannot replace it; use run.dir=FOLDER, {_OR_OFF}"
+        )
     if takes(optim, "matrices") or takes(optim, "sums"):
         raise UserError(
             f"recover.mode=memory with optim={optim.name}: the ranks exchange data during the update, which a loss "

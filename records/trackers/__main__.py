@@ -75,7 +75,7 @@ class Follower:
         if not is_rollback:
             self._report("note", tracker.note)
         # The steps that a rollback undid are recorded again.
-        sent = min(tracker.last_step, run.rollbacks[-1]) if is_rollback else tracker.last_step
+        sent = min([tracker.last_step, *run.rollbacks[-1:]]) if is_rollback else tracker.last_step
         while True:
             is_last = self._option == "once" or self._has_ended.is_set()  # asked before the file is read
             if found := events.read():

@@ -36,6 +36,7 @@ from serried.trainer.checkpoint.checkpoints import (
     damage,
     origin_of,
 )
+from serried.trainer.checkpoint.kept_state import KeptState
 from serried.trainer.checkpoint.manifest import MANIFEST, fsync_folder, read_manifest
 from serried.trainer.checkpoint.resume_from_bucket import CheckpointsAtUrl
 from serried.trainer.checkpoint.retention import STEMS, named, step_of, weights_alone
@@ -58,6 +59,12 @@ class Start:
     """Content of the checkpoint's state.json."""
     notes: list[str] = field(default_factory=list)
     """Lines to print for the user."""
+    kept: KeptState | None = None
+    """State in memory to continue from after a loss, with its plain data in ``state``."""
+    first_step: int | None = None
+    """Step after which the processes started, if it is not ``step``."""
+    newest_checkpoint: int = 0
+    """Step of the run's newest checkpoint, if the state is in memory. 0 if there is none."""
     changed: Sequence[str] = ()
     """Settings that affect the results of the run and differ from the settings of ``checkpoint``."""
 
@@ -67,13 +74,25 @@ class Start:
         return int(self.state.get("step", 0))
 
     @property
+    def resumes(self) -> bool:
+        """Whether the run continues from a checkpoint or from memory."""
+        return self.checkpoint is not None or self.kept is not None
+
+    @property
     def source(self) -> Path | None:
         """Folder that the weights are read from. None for initial weights."""
         return self.checkpoint or self.weights
 
     def continues(self, run_dir: Path) -> bool:
         """Return whether the run resumes in its own folder, with its own records."""
-        return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
+        is_here = self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
+        return is_here or self.kept is not None
+
+    def saved_step(self, run_dir: Path) -> int:
+        """Return the step of the run's newest checkpoint. 0 if there is none."""
+        if self.kept is not None:
+            return self.newest_checkpoint
+        return self.step if self.continues(run_dir) else 0
 
 
 class DamagedCheckpoint(UserError):

@@ -51,6 +51,7 @@ _OUTGOING_BYTES = 2**31
 _LEAST_BUCKET_BYTES = 4 * 2**20
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills processes 30 s after SIGTERM
 _LOOK_SECONDS, _ANSWERS_WITHIN_SECONDS = 1.0, 5.0
+_LOOK_FOR_END_SECONDS = 0.02
 _ENDS = "a rank ends"
 """Key in the store that a rank sets if it ends while a save waits for the final state."""
 
@@ -336,6 +337,23 @@ class Checkpointer:
             self._session.must_not_wait = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         return self.poll()
+
+    def give_up(self, sever: Callable[[], None]) -> bool:
+        """Abandon a running save, since a rank that takes part in it is lost. Returns whether its thread has ended.
+
+        ``sever``: closes the connections to other ranks. Called often, since the thread may open a wait after a call.
+        """
+        self._is_closed = True
+        self._checkpoints.hurry(True)
+        if self._final_state is not None and not self._final_state.done():
+            self._final_state.set_exception(RuntimeError("the save was abandoned"))
+        end = self._thread.submit(lambda: None)
+        deadline = time.monotonic() + _ABANDONED_AFTER_SECONDS
+        while not end.done() and time.monotonic() < deadline:
+            sever()
+            time.sleep(_LOOK_FOR_END_SECONDS)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        return end.done()
 
     # background thread ----------------------------------------------------------------------------------------------
 

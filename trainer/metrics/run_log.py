@@ -45,7 +45,7 @@ class RunLog:
         self._folder = context.folder
         self._console, self._task = context.console, context.task
         self._callbacks = context.callbacks
-        self._first_step = start.step
+        self._first_step = start.step if start.first_step is None else start.first_step
         self._progress = progress
 
     def started(

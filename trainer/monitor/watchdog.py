@@ -46,11 +46,17 @@ class Watchdog:
     """Thread that publishes this rank's report and, on ranks 0 and 1, judges the reports of all ranks."""
 
     def __init__(
-        self, section: LaunchSection, session: Session, run_dir: Path, console: Console, folder: RunFolder | None
-    ) -> None:
-        """Start the thread. ``folder``: run folder, on rank 0 only."""
+        self, section: LaunchSection, session: Session, run_dir: Path, console: Console, folder: RunFolder | None,
+        pulse: Pulse | None = None,
+    ) -> None:  # fmt: skip
+        """Start the thread.
+
+        Args:
+            folder: Run folder, on rank 0 only.
+            pulse: Phase of this rank so far; None at the start.
+        """
         self._session, self._console = session, console
-        self.pulse = Pulse()
+        self.pulse = pulse or Pulse()
         self._report = RankReport(section, session, self.pulse)
         self._end = JointEnd(session, run_dir, console, folder, self._report)
         self._interval = min(1.0, section.step_timeout_seconds / 20)
@@ -68,9 +74,17 @@ class Watchdog:
                 closing=self._closing,
             )  # fmt: skip
 
+    def on_loss(self, lose: Callable[[int, str], None]) -> None:
+        """Call ``lose`` with a rank on another node that is gone, and the reason, instead of ending this rank, too."""
+        self._neighbours.lose = lose
+
     def close(self) -> None:
         """Report the end of this rank, and stop the thread."""
         self.pulse.enter(END, self.pulse.now.step)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the thread."""
         self._closing.set()
         self._thread.join(2 * self._interval)
 
@@ -111,7 +125,9 @@ class Watchdog:
             self._end.asked_by_another(store, json.loads(store.get("end")))
         if (lost := self._neighbours.lost(store)) is not None:
             self._session.cause.lost = str(lost["reason"])
-            if self._neighbours.has_waited(0.0 if self.pulse.now.phase == END else elapsed):
+            if self._neighbours.lose is not None:
+                self._neighbours.lose(lost["rank"], str(lost["reason"]))
+            elif self._neighbours.has_waited(0.0 if self.pulse.now.phase == END else elapsed):
                 self._end.after_loss(lost)
         if self._judge is not None and (judged := self._judge(store, elapsed)) is not None:
             self._end.of_all_ranks(store, *judged, self._say)
@@ -208,6 +224,8 @@ class _Neighbours:
         self._sockets: PeerSockets | None = None
         self._silent: dict[int, tuple[int, int]] = {}
         """Number of the latest report of each rank without connections, and the number of checks since it arrived."""
+        self.lose: Callable[[int, str], None] | None = None
+        """See ``Watchdog.on_loss``."""
         self._waited_seconds = 0.0
         """Time that this rank has continued since a rank is known to be gone."""
 

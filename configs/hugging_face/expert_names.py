@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
     layer: str
     """Name of the stacked parameter that contains it."""
     expert: int
-    index: int
+    position: int
     """Position among the matrices of this expert in the stacked parameter."""
     parts: int
     """Number of matrices of an expert in the stacked parameter."""

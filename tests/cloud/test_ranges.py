@@ -61,6 +61,21 @@ def gets(server: S3Server, folder: str, since: int = 0) -> list[str]:
     return [line.removeprefix(prefix) for line in server.requests()[since:] if line.startswith(prefix)]
 
 
+def write_again(server: S3Server, key: str) -> None:
+    """Write the same content in parts, which gives the object another tag."""
+    client, place = server.client(), {"Bucket": BUCKET, "Key": key}
+    before = client.head_object(**place)["ETag"]
+    content = server.objects(key)[key]
+    upload = {**place, "UploadId": client.create_multipart_upload(**place)["UploadId"]}
+    part = {"PartNumber": 1, "ETag": client.upload_part(**upload, PartNumber=1, Body=content)["ETag"]}
+    client.complete_multipart_upload(**upload, MultipartUpload={"Parts": [part]})
+    assert client.head_object(**place)["ETag"] != before
+
+
+def forget_kept(data: Prepared) -> None:
+    np.memmap(data.folder / "ranges.blocks", "<u4", "r+")[:] = 0
+
+
 def streams(data: Prepared) -> Iterator[np.ndarray]:
     for split in ("train", "validation"):
         stream = data.stream(split)
@@ -159,6 +174,11 @@ def test_losses_with_ranges_are_those_of_whole_tokens(
     assert len(losses[0]) > 3
     (kept,) = (tmp_path / "disk" / "serried" / "ranges").iterdir()
     assert np.fromfile(kept / "ranges.blocks", "<u4").any()
+    write_again(server, f"{folder}/prepared/{kept.name}/train-00000.bin")
+    again = prepared(str(text), "text", cache_dir=server.url(f"{folder}/prepared"), fetch="ranges")
+    assert again.folder == kept
+    forget_kept(again)
+    assert again.stream("train").read(0, 100).any()
 
 
 @pytest.mark.parametrize(("change", "code"), [("expired", 75), ("replaced", 78)])
@@ -232,6 +252,11 @@ def test_token_files_are_scanned_by_one_node(
         "validation-00000.starts",
     }  # fmt: skip
     assert not server.objects(f"{folder}/prepared/claims")
+    write_again(server, f"{folder}/flat/a.bin")
+    bucket_paths.forget_listings()
+    again = prepared(url, tokenizer="bytes", cache_dir=cache, fetch="ranges")
+    forget_kept(again)
+    assert_equal(again, alone)
 
 
 def test_damaged_token_file_is_named_by_its_url(server: S3Server, folder: str) -> None:

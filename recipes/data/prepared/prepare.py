@@ -40,7 +40,7 @@ from serried.recipes.data.prepared.ranged_objects import (
     write_objects,
 )
 from serried.recipes.data.prepared.shared_cache import PATIENCE_SECONDS, SharedCache
-from serried.recipes.data.prepared.token_files import FlatFiles, place_files
+from serried.recipes.data.prepared.token_files import FlatFiles, place_files, record_files
 from serried.recipes.data.prepared.token_shards import Shard, TokenStream
 from serried.recipes.data.prepared.tokenize import (
     Counts,
@@ -291,27 +291,37 @@ def _found(section: DataSection, cache: Path, name: str, shared: SharedCache | N
         if is_ranged(folder) and section.name != "tokens":
             return None  # the bucket had the only copy
         shared.publish(name, folder)
-    if is_ranged(folder):
-        use_limit(folder, section.fetch_limit_bytes)
+    _update_ranges(folder, section, name, shared)
     return folder
+
+
+def _update_ranges(folder: Path, section: DataSection, name: str, shared: SharedCache | None) -> None:
+    """Record the present objects and limit of an existing folder whose tokens are read in ranges."""
+    if not is_ranged(folder):
+        return
+    if section.name == "tokens":
+        record_files(folder, section)
+    elif shared is not None:
+        shared.record_objects(name, folder)
+    use_limit(folder, section.fetch_limit_bytes)
 
 
 def _fetch(name: str, section: DataSection, cache: Path, progress: Progress, shared: SharedCache) -> Path:
     """Download the data ``name`` from the shared cache. Return its folder."""
     progress.say(f"downloading prepared data {name}")
-    in_ranges = section.fetch == "ranges"
     folder = cache / name if is_intact(cache / name) else _place_of(section, cache, name)
 
     def write(partial: Path) -> None:
-        shared.fetch(name, partial, in_ranges=in_ranges)
+        shared.fetch(name, partial, in_ranges=section.fetch == "ranges")
         if section.name == "tokens":
+            record_files(partial, section)
             place_files(partial, section)
-        elif in_ranges:
+        elif section.fetch == "ranges":
             read_in_ranges(partial, section.fetch_limit_bytes)
 
+    if is_intact(folder):
+        _update_ranges(folder, section, name, shared)
     make_folder(folder, write, lambda: is_intact(folder), progress)
-    if is_ranged(folder):
-        use_limit(folder, section.fetch_limit_bytes)
     return folder
 
 

@@ -82,13 +82,19 @@ class SharedCache:
         """Download the complete data ``key`` into ``folder``, its summary last. ``in_ranges``: record the objects that
         have the tokens instead of downloading them."""
         objects = self._objects(key)
+        if in_ranges:
+            self.record_objects(key, folder)
         files = [entry for name, entry in objects.items() if _FILE.fullmatch(name)]
-        large = {} if not in_ranges else {name: entry for name, entry in objects.items() if is_large(name)}
-        self._download(folder, [entry for entry in files if entry not in large.values()])
-        if large:
-            tokens = {name: StoredObject(name, entry.size_bytes, entry.tag) for name, entry in large.items()}
-            write_objects(folder, self._store.where(key), tokens)
+        self._download(folder, [entry for entry in files if not (in_ranges and is_large(_name_of(entry)))])
         self._download(folder, [objects[_SUMMARY]])
+
+    def record_objects(self, key: str, folder: Path) -> None:
+        """Write which objects have the tokens of the data ``key`` into ``folder``. Their tags change if the same data
+        is prepared again."""
+        large = [entry for name, entry in self._objects(key).items() if is_large(name)]
+        if large:  # the objects of token files of other tools are not in the cache
+            tokens = {_name_of(entry): StoredObject(_name_of(entry), entry.size_bytes, entry.tag) for entry in large}
+            write_objects(folder, self._store.where(key), tokens)
 
     def fetch_finished_jobs(self, key: str, folder: Path) -> None:
         """Download the finished jobs of an interrupted preparation that ``folder`` does not have."""
@@ -107,10 +113,7 @@ class SharedCache:
         return {entry.key.removeprefix(f"{key}/"): entry for entry in self._store.list(key)}
 
     def _download(self, folder: Path, objects: Iterable[Listed]) -> None:
-        copies = [
-            ObjectCopy(entry.key, entry.size_bytes, entry.tag, folder / entry.key.rpartition("/")[2])
-            for entry in objects
-        ]
+        copies = [ObjectCopy(entry.key, entry.size_bytes, entry.tag, folder / _name_of(entry)) for entry in objects]
         download_objects(self._store, copies)
 
     def publish_job(self, key: str, folder: Path, number: int) -> None:
@@ -165,6 +168,10 @@ class SharedCache:
                     yield None
                     return
         yield found
+
+
+def _name_of(entry: Listed) -> str:
+    return entry.key.rpartition("/")[2]
 
 
 class _Claim:

@@ -117,11 +117,7 @@ class FlatFiles(Source):
         in ``folder``."""
         if not is_bucket_url(self._section.path):
             return {file.name: file.path.absolute() for file in self._files}
-        listed, names = list_bucket(self._section.path, _SUFFIXES)
-        objects = {
-            f"tokens-{number:05d}.bin": StoredObject(name, *listed.files[name]) for number, name in enumerate(names)
-        }
-        write_objects(folder, listed.url, objects)
+        objects = record_files(folder, self._section)
         place_files(folder, self._section)
         return {entry.key: folder / name for name, entry in objects.items()}
 
@@ -210,9 +206,18 @@ class FlatFiles(Source):
         return dtype, offset, tokens
 
 
+def record_files(folder: Path, section: Any) -> dict[str, StoredObject]:
+    """Write which objects have the tokens of the files in the bucket at ``data.path`` into ``folder``. Return them by
+    the name of their file there."""
+    listed, names = list_bucket(section.path, _SUFFIXES)
+    objects = {f"tokens-{number:05d}.bin": StoredObject(name, *listed.files[name]) for number, name in enumerate(names)}
+    write_objects(folder, listed.url, objects)
+    return objects
+
+
 def place_files(folder: Path, section: Any) -> None:
-    """Put the token files that ``folder`` names into it: links to copies on this node, or sparse files to read in
-    ranges. The files are in the bucket at ``data.path``."""
+    """Put the files of ``record_files`` into ``folder``: links to copies on this node, or sparse files to read in
+    ranges."""
     if section.fetch == "ranges":
         read_in_ranges(folder, section.fetch_limit_bytes)
         return

@@ -139,9 +139,8 @@ class HuggingFaceModel(LossFamily):
             return []
         kind = self.section.architecture.get("model_type")
         native = f"model=auto reads {kind} natively" if kind in models.names() else "no native family reads it"
-        slow = [] if self._checks.computes_in_bf16 else ["FSDP gathers weights in fp32 at any precision"]
-        slow += [] if self._checks.takes_attention else ["packed documents need a mask of the full sequence"]
-        return [f"model=hf runs transformers' own code: {', '.join([*slow, 'generation has no cache'])}; {native}"]
+        limits = ", ".join([*self._checks.limits(), "generation has no cache"])
+        return [f"model=hf runs transformers' own code: {limits}; {native}"]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         """Return forward and backward FLOPs per token: 6 per weight of a matrix product, plus attention."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from serried.recipes.models.layers.attention import attend, causal_mask
@@ -61,4 +62,8 @@ def _attention(
             module, q, k, v, attention_mask, scaling=scaling, softcap=softcap, **named
         )
         return mixed
-    return attend(q, k, v, attention_mask, scale=scaling, soft_cap=softcap).transpose(1, 2).contiguous(), None
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # latent attention; kernels take one width
+        v = F.pad(v, (0, q.shape[-1] - width))
+    out = attend(q, k, v, attention_mask, scale=scaling, soft_cap=softcap)[..., :width]
+    return out.transpose(1, 2).contiguous(), None

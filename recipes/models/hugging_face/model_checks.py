@@ -101,13 +101,23 @@ class ModelChecks:
                         return way
         return None
 
+    def limits(self) -> list[str]:
+        """Return what is slower than in a built-in family, or not supported, as clauses for the plan."""
+        found = [] if self.computes_in_bf16 else ["FSDP gathers weights in fp32 at any precision"]
+        if self._copy is not None and self.isolation is None:
+            found.append("documents in a sequence cannot be isolated")
+        elif not self.takes_attention or self.isolation not in (_by_positions, _by_attention):
+            found.append("packed documents need a mask of the full sequence")
+        return found
+
     @cached_property
     def computes_in_bf16(self) -> bool:
         """Whether the model computes with weights in bf16, without autocast, and uses all of them.
 
         False for a model that keeps some weights in fp32, and if there is no small copy.
         """
-        if self._copy is None or getattr(self._model, "_keep_in_fp32_modules_strict", None):
+        in_fp32 = tuple(getattr(self._model, "_keep_in_fp32_modules_strict", None) or ())
+        if self._copy is None or any(kept in name for name, _ in self._model.named_parameters() for kept in in_fp32):
             return False
         copy = deepcopy(self._copy)
         tokens = _tokens(12, copy, torch.device("cpu"))

@@ -56,9 +56,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 3, "n_head": 4},  # cannot keep documents apart
     "granite": {"logits_scaling": 4.0},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # stacked experts, which files hold one by one
+    "deepseek_v3": {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 12,
+    },  # values narrower than keys
     "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 24},  # documents longer than the window
 }
-GIVES_LOSS = {"gpt_neox", "opt", "falcon", "bloom", "olmoe", "gemma3_text"}
+GIVES_LOSS = {"gpt_neox", "opt", "falcon", "bloom", "olmoe", "gemma3_text", "deepseek_v3"}
+SLOW = {"granite", "deepseek_v3"}
 OWN_ATTENTION = {"falcon", "bloom"}
 
 
@@ -76,9 +91,7 @@ def saved(name: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "granite")) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS])
 def test_a_model_trains_as_transformers_trains_it(name: str, tmp_path: Path) -> None:
     import transformers
 

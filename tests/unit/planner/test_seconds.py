@@ -256,7 +256,7 @@ def test_time_of_a_model_of_transformers_is_known_if_its_sizes_explain_its_param
     shape = shape_of(config, built.module, built.plan)
     parameters = sum(each.numel() for each in built.module.parameters() if each.ndim >= 2)
     assert (shape is not None) == is_known
-    assert shape is None or shape.parameters == parameters
+    assert shape is None or (shape.parameters == parameters and not shape.gathers_fp32)
 
 
 def test_time_of_training_on_pairs_is_unknown(capsys):

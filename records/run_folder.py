@@ -56,7 +56,7 @@ class RunFolder:
         self._unwritten = b""
         self._failing: set[str] = set()
         refuse_links(path)
-        self._made_folder, self._made_lock = not path.exists(), not (path / LOCK).exists()
+        self._made = [made for made in (path / LOCK, path) if not made.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             try:
@@ -304,11 +304,10 @@ class RunFolder:
             with suppress(OSError):
                 self._write()
             self._metrics.close()
-        elif self._made_lock and self.is_ours:
+        elif self._made and self.is_ours:
             with suppress(OSError):
-                (self.path / LOCK).unlink()
-                if self._made_folder:
-                    self.path.rmdir()
+                for made in self._made:
+                    made.rmdir() if made == self.path else made.unlink()
         self._lock.close()
 
 

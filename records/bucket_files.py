@@ -138,7 +138,7 @@ def download(root: str, files: Sequence[tuple[str, int, str]], state: str, cache
         _lock(lock.fileno())
         wanted = [ObjectCopy(*file, contents / _content_name(*file)) for file in files]
         missing = [file for file in wanted if not file.path.exists()]
-        _check_space(own, sum(file.size_bytes for file in missing), root, key)
+        check_space(own, sum(file.size_bytes for file in missing), root, key)
         for path in contents.glob(f".*.{machine()}.*.tmp"):  # left by a process that was killed
             path.unlink(missing_ok=True)
         if missing:
@@ -166,14 +166,18 @@ def _link(path: Path, content: Path) -> None:
     temporary.replace(path)
 
 
-def _check_space(folder: Path, needed_bytes: int, root: str, key: str) -> None:
+def check_space(folder: Path, needed_bytes: int, root: str, key: str) -> None:
+    """Raise ``UserError`` if the disk of ``folder`` has less than ``needed_bytes`` for objects of ``key=root``."""
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
-        other = " or data.cache_dir=/LARGER/DISK" if key.startswith("data.") else ""
-        other += ", read tokens without a copy (data.fetch=ranges)" if key == "data.path" else ""
+        other = {
+            "data.path": " or data.cache_dir=/LARGER/DISK, read tokens without a copy (data.fetch=ranges), or name "
+            "fewer files",
+            "data.cache_dir": ", or read tokens without a copy: data.fetch=ranges",
+        }.get(key, ", or name fewer files")
         raise UserError(
             f"{key}={root}: {size(needed_bytes)} to download, but only {size(free_bytes)} are free in {folder}; choose "
-            f"another disk with SERRIED_SCRATCH=/LARGER/DISK{other}, or name fewer files"
+            f"another disk with SERRIED_SCRATCH=/LARGER/DISK{other}"
         )
 
 

@@ -15,7 +15,7 @@ from serried.configs import bucket_paths
 from serried.configs.errors import UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
-from serried.records.bucket_files import _check_space
+from serried.records.bucket_files import check_space
 from testing.s3_server import BUCKET, S3Server
 
 pytestmark = pytest.mark.cloud
@@ -206,7 +206,7 @@ def test_lack_of_library_rights_and_space_is_one_line(
         bucket_paths.bucket_files(url, "data.path")
     assert str(error.value) == f"data.path={url}: these credentials may not access it (access denied)"
     with pytest.raises(UserError, match=r"^data.path=s3://b/x: .* to download, but only .* are free in .*; choose "):
-        _check_space(tmp_path, 10**16, "s3://b/x", "data.path")
+        check_space(tmp_path, 10**16, "s3://b/x", "data.path")
     (tmp_path / "obstore.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UserError) as error:

@@ -1,8 +1,10 @@
 """Tokens in a bucket that are read in ranges: ``data.fetch=ranges``."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from serried.configs.errors import TrainingStopped, UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
 from serried.recipes.data.prepared.ranged_objects import BLOCK_BYTES
+from serried.recipes.data.prepared.shared_cache import SharedCache
+from serried.recipes.data.readers.reading_progress import Progress
 from serried.trainer.trainer import Trainer
 from testing.runs import run_here, tiny_overrides
 from testing.s3_server import BUCKET, S3Server
@@ -179,6 +183,24 @@ def test_losses_with_ranges_are_those_of_whole_tokens(
     assert again.folder == kept
     forget_kept(again)
     assert again.stream("train").read(0, 100).any()
+
+
+def test_prepared_data_larger_than_the_disk_is_refused_unless_it_is_read_in_ranges(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "0" * 32
+    for name, content in (("train-00000.bin", bytes(5112)), ("train-00000.starts", bytes(8)), ("summary.json", b"{}")):
+        server.client().put_object(Bucket=BUCKET, Key=f"{folder}/{key}/{name}", Body=content)
+    cache = SharedCache(server.url(folder), Progress(None, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(UserError) as error:
+        cache.fetch(key, tmp_path)
+    assert str(error.value) == (
+        f"data.cache_dir={server.url(folder)}: 5.0KiB to download, but only 4.0KiB are free in {tmp_path}; choose "
+        "another disk with SERRIED_SCRATCH=/LARGER/DISK, or read tokens without a copy: data.fetch=ranges"
+    )
+    cache.fetch(key, tmp_path, in_ranges=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"objects.json", "summary.json", "train-00000.starts"}
 
 
 @pytest.mark.parametrize(("change", "code"), [("expired", 75), ("replaced", 78)])

@@ -32,7 +32,7 @@ from serried.recipes.data.prepared.ranged_objects import (
 )
 from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import SPLITS
-from serried.records.bucket_files import ObjectCopy, download_objects, send_file
+from serried.records.bucket_files import ObjectCopy, check_space, download_objects, send_file
 from serried.records.object_store import open_store
 from serried.records.store import ABSENT, Conflict, Expect, Listed, Store, StoreError
 
@@ -80,12 +80,14 @@ class SharedCache:
 
     def fetch(self, key: str, folder: Path, *, in_ranges: bool = False) -> None:
         """Download the complete data ``key`` into ``folder``, its summary last. ``in_ranges``: record the objects that
-        have the tokens instead of downloading them."""
+        have the tokens instead of downloading them. Raises ``UserError`` if the disk has too little space."""
         objects = self._objects(key)
         if in_ranges:
             self.record_objects(key, folder)
         files = [entry for name, entry in objects.items() if _FILE.fullmatch(name)]
-        self._download(folder, [entry for entry in files if not (in_ranges and is_large(_name_of(entry)))])
+        files = [entry for entry in files if not (in_ranges and is_large(_name_of(entry)))]
+        check_space(folder, sum(entry.size_bytes for entry in files), self._store.url, "data.cache_dir")
+        self._download(folder, files)
         self._download(folder, [objects[_SUMMARY]])
 
     def record_objects(self, key: str, folder: Path) -> None:

@@ -141,7 +141,8 @@ def newest_in_bucket(store: Store) -> int | None:
     return None
 
 
-def _verdict_of(run: str, start: Path) -> tuple[int, str]:
+def verdict_of(run: str, start: Path) -> tuple[int, str]:
+    """Return the ``verdict`` of the run at ``run``, a path or the URL of a run in a bucket."""
     if not is_bucket_url(run):
         return verdict(Path(run), start)
     store = open_store(run, retry_seconds=_BUCKET_RETRY_SECONDS)
@@ -149,6 +150,6 @@ def _verdict_of(run: str, start: Path) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    code, line = _verdict_of(sys.argv[1], Path(sys.argv[2]))
+    code, line = verdict_of(sys.argv[1], Path(sys.argv[2]))
     print(line, flush=True)
     sys.exit(code)

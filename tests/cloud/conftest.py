@@ -5,9 +5,11 @@ import re
 import time
 from collections.abc import Iterator
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 
+from testing.runs import run_here, tiny_overrides
 from testing.s3_server import S3Server
 
 
@@ -27,6 +29,14 @@ def server(_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     _server.set_faults()
     yield _server
     _server.set_faults()
+
+
+@pytest.fixture(scope="session")
+def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run in a folder, with the checkpoints of steps 4 and 6."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    assert run_here(tiny_overrides(text, run_dir)).code == 0
+    return run_dir
 
 
 @pytest.fixture

@@ -102,14 +102,6 @@ def started(url: str, text: Path) -> str:
     return url
 
 
-@pytest.fixture(scope="module")
-def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run in a folder."""
-    run_dir = tmp_path_factory.mktemp("straight") / "run"
-    assert run_here(tiny_overrides(text, run_dir)).code == 0
-    return run_dir
-
-
 def train_in_bucket(argv: list[str], environment: dict[str, str]) -> int:
     """Train on a rank of the cluster."""
     with patch.dict(os.environ, environment):

@@ -23,14 +23,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run in a folder, with the checkpoints of steps 4 and 6."""
-    run_dir = tmp_path_factory.mktemp("straight") / "run"
-    assert run_here(tiny_overrides(text, run_dir)).code == 0
-    return run_dir
-
-
-@pytest.fixture(scope="module")
 def other(_server: S3Server, text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The URL of a run with the checkpoints of steps 2 and 4, to be read only."""
     with pytest.MonkeyPatch.context() as monkeypatch:

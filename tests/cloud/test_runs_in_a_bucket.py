@@ -12,14 +12,17 @@ from typing import ClassVar
 import pytest
 
 from serried.cli import main as serried
+from serried.configs.errors import EXIT_STOPPED
+from serried.configs.schema.fields import scratch_folder
+from serried.launch.slurm.requeue import verdict_of
 from serried.launch.sweep.grid import read_sweep
 from serried.launch.sweep.points import Point
 from serried.launch.sweep.sweep_table import Outcome, outcome_of
 from serried.launch.sweep.train_sweep import run_sweep
 from serried.records import object_store
-from serried.records.head import Head, read_head
+from serried.records.head import Entry, Head, read_head
 from serried.records.object_store import open_store
-from serried.records.status import read_status
+from serried.records.status import Status, read_status, write_status
 from serried.trainer.callbacks import Callback, Run
 from serried.trainer.monitor import control_file
 from serried.trainer.trainer import Trainer
@@ -346,7 +349,7 @@ def test_end_in_an_outage_loses_nothing_that_was_committed(
 
 
 def test_runs_of_a_sweep_are_in_the_bucket_and_compared_in_a_folder(
-    server: S3Server, url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = read_sweep([*tiny_overrides(text, url, "run.name=tiny", "trainer.steps=2"), "optim.lr=0.01,0.02"])
@@ -364,9 +367,22 @@ def test_runs_of_a_sweep_are_in_the_bucket_and_compared_in_a_folder(
     capfd.readouterr()
     assert serried(["status", url]) == 0
     assert capfd.readouterr().out.count("state   finished: all steps done") == 2
-    before = len(server.requests())
-    assert run_sweep(sweep, lambda *_: None, train) == 0, "each run finds that it is finished"
-    assert not [line for line in server.requests()[before:] if line.startswith("PUT") and "/checkpoints/" in line]
+
+
+@pytest.mark.usefixtures("server")
+def test_status_in_the_scratch_folder_decides_whether_a_slurm_job_is_queued_again(url: str, tmp_path: Path) -> None:
+    start, run_dir = tmp_path / "17.start", scratch_folder(url)
+    run_dir.mkdir(parents=True)
+    head = Head.claim(open_store(url))
+    outcomes: list[int] = []
+    for newest in (10, 10, 10, 20):
+        start.touch()
+        if newest != max((entry.step for entry in head.content.checkpoints), default=0):
+            head.commit(Entry(newest, head.begin(newest)), lambda _: None)
+        write_status(run_dir, Status("stopped", newest + len(outcomes), "no answer from a rank", EXIT_STOPPED))
+        outcomes.append(verdict_of(url, start)[0])
+    head.release()
+    assert outcomes == [75, 75, 70, 75], "two starts without a new checkpoint are a crash loop"
 
 
 def test_process_that_used_a_bucket_is_not_forked(url: str) -> None:

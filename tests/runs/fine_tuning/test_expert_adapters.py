@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model_of(models: Path, name: str) -> Path:
     """A small random model of transformers."""
-    if not (folder := models / name).exists():
+    if not (folder := models / name.replace(", ", "-")).exists():
         layers = {"gemma4_text": 4, "qwen3_next": 3, "qwen3_5_text": 3, "qwen3_5_moe_text": 3}.get(name, 2)
         saved(name, folder, vocab_size=257, max_position_embeddings=256, num_hidden_layers=layers)
     return folder
@@ -69,6 +69,12 @@ def opened(model: Path, adapters: Path | None = None) -> Any:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "gemma4_text, experts",
+            "gate_up_proj,experts.down_proj,*.mlp.gate_proj",
+            {"target_modules": ["gate_proj"], "target_parameters": SHARED},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "mixtral",
             "q_proj,*.1.mlp.experts.down_proj",
             {"target_modules": ["q_proj"], "target_parameters": ["1.mlp.experts.down_proj"]},
@@ -88,7 +94,7 @@ def test_losses_and_saved_adapters_of_experts_equal_those_of_peft(
     import peft
 
     model, run_dir = model_of(models, name), tmp_path / "run"
-    argv = lora(models, run_dir, "trainer.micro_batch=4", f"adapter.modules=[{modules}]", model=name)
+    argv = lora(models, run_dir, "trainer.micro_batch=4", f"adapter.modules=[{modules}]", model=model.name)
     batches, first = train_watched(argv)
     theirs = peft.get_peft_model(opened(model), peft.LoraConfig(r=4, lora_alpha=8, **options))
     ours = runs.losses(run_dir)
@@ -115,7 +121,7 @@ def test_adapters_of_each_expert_open_in_peft_with_equal_logits_and_merge(
     models: Path, tmp_path: Path, name: str, modules: str
 ) -> None:
     model, run_dir = model_of(models, name), tmp_path / "run"
-    assert runs.run_here(lora(models, run_dir, f"adapter.modules=[{modules}]", model=name)).code == 0
+    assert runs.run_here(lora(models, run_dir, f"adapter.modules=[{modules}]", model=model.name)).code == 0
     with torch.no_grad():
         want = serried.load_model(run_dir)(TOKENS)
         assert (want - opened(model)(TOKENS).logits).abs().max() > 0.1
@@ -244,7 +250,7 @@ def test_plan_counts_the_adapters_of_experts(capsys: pytest.CaptureFixture[str])
 )
 def test_lora_of_default_layers_opens_in_peft(models: Path, tmp_path: Path, name: str) -> None:
     model, run_dir = model_of(models, name), tmp_path / "run"
-    assert runs.run_here(lora(models, run_dir, "trainer.steps=2", model=name)).code == 0
+    assert runs.run_here(lora(models, run_dir, "trainer.steps=2", model=model.name)).code == 0
     with torch.no_grad():
         want = serried.load_model(run_dir)(TOKENS)
         assert (want - opened(model)(TOKENS).logits).abs().max() > 0.02

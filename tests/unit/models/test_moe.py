@@ -15,6 +15,7 @@ from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import held_parameters
 from serried.parallel.layout.mesh import Layout
+from serried.parallel.lora import attach_to_experts, without_adapters
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.families import moe
 from serried.recipes.models.families.moe import Experts, MixtureOfExperts, MoE, Router, can_group
@@ -187,6 +188,30 @@ def test_router_balances_experts_only_after_accepted_steps() -> None:
     assert router.e_score_correction_bias.tolist() == [0] * 6
     router.balance(loads, torch.tensor(True))
     assert router.e_score_correction_bias.tolist() == [-0.5, 0.5, 0.5, 0, 0.5, 0]
+
+
+@pytest.mark.parametrize("rank", [4, 3])  # rows of 12 bytes are refused by grouped_mm
+def test_experts_with_adapters_equal_experts_with_changed_matrices(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    adapted = Experts(section())
+    attach_to_experts(adapted, "gate_up_proj", rank, 0.5, ("gate_proj", "up_proj"), is_transposed=False)
+    attach_to_experts(adapted, "down_proj", rank, 2.0, ("down_proj",), is_transposed=False)
+    for parameter in adapted.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    plain, changed = Experts(section()), Experts(section())
+    with torch.no_grad():
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            plain.get_parameter(name).copy_(adapted.get_parameter(name))
+            changed.get_parameter(name).copy_(adapted.get_parameter(name))
+        gate, up = (adapted.gate_up_proj_lora_B @ adapted.gate_up_proj_lora_A).chunk(2, dim=1)
+        changed.gate_proj += 0.5 * gate
+        changed.up_proj += 0.5 * up
+        changed.down_proj += 2.0 * adapted.down_proj_lora_B @ adapted.down_proj_lora_A
+    rows, counts = torch.randn(20, 48, generator=generator), torch.tensor([5, 0, 7, 1, 0, 7])
+    torch.testing.assert_close(adapted(rows, counts), changed(rows, counts), atol=1e-5, rtol=1e-5)
+    with without_adapters(adapted):
+        assert adapted(rows, counts).equal(plain(rows, counts))
+    assert not adapted(rows, counts).allclose(plain(rows, counts), atol=0.1)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def arm(deaths: Sequence[Death], out: Path) -> None:
             if place == "vote":
                 reach("answer")
                 if any(death.place == "answer" and death.number == calls["vote"] for death in deaths):
-                    ask_again = [other for other in range(9) if other not in {death.rank for death in deaths}]
-                    if rank() == ask_again[0]:
+                    ranks = range(int(os.environ["WORLD_SIZE"]))
+                    if rank() == max(set(ranks) - {death.rank for death in deaths}):
                         raise RuntimeError("Connection closed by peer, as if the result of the vote was lost")
             if place == "compare" or (place == "build" and calls[place] == 1):
                 with (out / f"files-{rank()}").open("a") as file:
@@ -232,7 +232,7 @@ def faults(
 
 def _in_a_recovery(rank: int, rng: random.Random) -> Death:
     place = rng.choice(RECOVERING)
-    return Death(rank, place, rng.randint(1, 2) + (place == "build"))  # the first trainer is built at the start
+    return Death(rank, place, 2 if place == "build" else 1)  # the first trainer is built at the start
 
 
 def random_deaths(layout: str, rng: random.Random) -> list[Death]:

@@ -129,6 +129,8 @@ def train(
         except Fenced as error:
             return run.leave(error)
         except BaseException as error:
+            if run.is_fenced:
+                return run.leave(error)
             if (explained := run.fail(error, built[0] if built else None)) is not error:
                 raise explained from error
             raise
@@ -337,14 +339,21 @@ class _Run:
             return {key: value for key, value in read_state(path).items() if key == "callbacks"}
         return {}
 
-    def leave(self, error: Fenced) -> int:
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the other ranks have continued without this one."""
+        return self._recovery is not None and self._recovery.is_fenced
+
+    def leave(self, error: BaseException) -> int:
         """End this rank, without which the others continue. Returns the exit code."""
         context = self.context
         context.session.shield()
+        self.ends_as_planned()
         context.session.cause.record(context.session.rank, str(error), EXIT_STOPPED)
         context.session.cause.ended_run = True
         context.console.quiet()
-        context.console.log(f"stopped    {error}")
+        context.console.log(traceback.format_exc())
+        context.console.log("stopped    the other processes continue without this one")
         if context.folder is not None:
             context.folder.close()
             self.context = replace(context, folder=None)

@@ -170,7 +170,8 @@ class _Rank:
         self._reports.read()
         if self.lost is None and code is not None:
             is_killed = code < 0 and self.number in self._reports.recovering
-            self.lost = code if is_killed or self.number in self._reports.fenced else None
+            is_left_behind = self._reports.formed is not None and self.number not in self._reports.formed
+            self.lost = code if is_killed or is_left_behind or self.number in self._reports.fenced else None
         if self.lost is not None:
             self.returncode = 0
         else:

@@ -1,11 +1,14 @@
 """A replica that is lost does not end training: the others continue from memory, on the same loss curve."""
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from serried.runtime.process import is_running
 from testing.recovery_storm import Death, Ended, faults, run, storm, words
 from testing.runs import ObservedRecipe, losses, metrics, run_here
 
@@ -59,6 +62,50 @@ def test_second_loss_while_the_others_recover(
     """A survivor that missed the result of the vote applies the update alone."""
     ended = run(words(layout, text, tmp_path / "run"), deaths, tmp_path / "out")
     recovers(ended, tmp_path / "run", undisturbed(layout), deaths)
+
+
+@pytest.mark.slow
+def test_frozen_rank_0_that_wakes_up_later_ends_without_touching_the_records(
+    undisturbed: Undisturbed, text: Path, tmp_path: Path
+) -> None:
+    """The others continue after ``recover.silence_seconds``; here they wait for its end before step 9."""
+    out = tmp_path / "out"
+    deaths = [Death(0, "forward", 5, signal.SIGSTOP), Death(1, "data", 10, 0)]
+
+    def wake_up() -> None:
+        if not (out / "process-0").exists() or not (tmp_path / "run" / "metrics.jsonl").exists():
+            return
+        process = int((out / "process-0").read_text())
+        if not is_running(process):
+            (out / "go").touch()
+        elif metrics(tmp_path / "run", "recovered"):
+            os.kill(process, signal.SIGCONT)
+
+    ended = run(words("ddp x3", text, tmp_path / "run"), deaths, out, on_look=wake_up)
+    recovers(ended, tmp_path / "run", undisturbed("ddp x3"), deaths)
+    assert "(rank 0) in step 5: rank 0 has given no sign of life for 10 s" in ended.printed
+    log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert "the other processes continue without this one" in log
+    assert [line["state"] for line in metrics(tmp_path / "run", "stop")] == ["finished"]
+
+
+STATES = {
+    "weight average and fp16": ("ddp x3", ["trainer.ema_decay=0.9", "precision=fp16"]),
+    "experts": (
+        "hsdp 2x2",
+        ["model=moe_tiny", "model.expert_hidden_dim=24", "parallel.expert=2", "trainer.ema_decay=0.9"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES)
+def test_all_state_of_a_step_is_kept(state: str, undisturbed: Undisturbed, text: Path, tmp_path: Path) -> None:
+    layout, more = STATES[state]
+    deaths = [Death(0, "answer", 4)]
+    ended = run(words(layout, text, tmp_path / "run", *SHORT, *more), deaths, tmp_path / "out")
+    recovers(ended, tmp_path / "run", undisturbed(layout, *SHORT, *more), deaths, 0)
+    assert metrics(tmp_path / "run", "recovered")[0]["rolled_forward"] > 0
 
 
 @pytest.mark.slow

@@ -102,6 +102,11 @@ class Recovery:
         except RuntimeError:  # the store is gone
             return False
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the others have continued without this rank, which was frozen meanwhile."""
+        return newest_generation(self._config.run.dir) > self._generation
+
     def keep(self, trainer: Trainer) -> Kept:
         """Return the state of ``trainer`` after the step on which the survivors agree. Drop the trainer then.
 

@@ -59,6 +59,9 @@ class ModelFamily:
     cached_layers: int | None = None
     """Number of layers of the KV cache, if the model's forward accepts a ``cache``; None to generate text without
     one."""
+    is_batched: bool = True
+    """Whether text can be generated for several prompts together: the logits of a sequence do not depend on the other
+    sequences of a batch."""
 
     def __init__(self, section: Any, vocab_size: int) -> None:
         """Store the section and the vocabulary size."""

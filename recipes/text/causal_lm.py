@@ -362,7 +362,9 @@ class CausalLM(TextTask):
 
         choose = chooser(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
         limits = [min(sampling.tokens, self._model.max_sequence_length - len(prompt.ids)) for prompt in prompts]
-        how = Decoding(of_vocabulary(tokenizer, choose), goes_on, self._family().new_cache, rows, batches)
+        family = self._family()
+        rows = rows if family.is_batched else 1
+        how = Decoding(of_vocabulary(tokenizer, choose), goes_on, family.new_cache, rows, batches)
         made = model.generate([prompt.ids for prompt in prompts], limits, how)
         written = []
         for reply, tokens in zip(replies(), made, strict=True):

@@ -28,6 +28,7 @@ from serried.parallel.precision.low_precision_linear import import_torchao
 from serried.recipes.models.family import LossFamily
 from serried.recipes.models.hugging_face.any_causal_lm_config import HuggingFaceSection
 from serried.recipes.models.hugging_face.document_attention import NAME, documents_at
+from serried.recipes.models.hugging_face.generation_cache import GenerationCache, cache_for, depends_on_batch
 from serried.recipes.models.hugging_face.model_checks import ModelChecks
 from serried.recipes.models.hugging_face.tensor_roles import roles_of
 from serried.recipes.models.layers.lm_head import EAGER, IGNORE, compiled_passes, linear_cross_entropy_sum
@@ -65,8 +66,15 @@ class HuggingFaceModel(LossFamily):
         self._checks.run()
         if self._checks.takes_attention:
             model.set_attn_implementation(NAME)
+        self.is_batched = not depends_on_batch(self._config)
+        self._empty_cache = cache_for(model.forward, self._config)
         model.forward = _Forward(model, self._checks)
         return model
+
+    def new_cache(self, padding: Sequence[int], capacity: int) -> GenerationCache | None:
+        del capacity
+        assert self._checks is not None, "build comes first"
+        return self._empty_cache(padding) if self.is_batched and self._checks.takes_cache else None
 
     def _of_transformers(self) -> Any:
         transformers = import_transformers()
@@ -139,8 +147,11 @@ class HuggingFaceModel(LossFamily):
             return []
         kind = self.section.architecture.get("model_type")
         native = f"model=auto reads {kind} natively" if kind in models.names() else "no native family reads it"
-        limits = ", ".join([*self._checks.limits(), "generation has no cache"])
-        return [f"model=hf runs transformers' own code: {limits}; {native}"]
+        limits = list(self._checks.limits())
+        if not (self.is_batched and self._checks.takes_cache):
+            limits.append("text is generated without a cache")
+        how = f": {', '.join(limits)}" if limits else ""
+        return [f"model=hf runs transformers' own code{how}; {native}"]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         """Return forward and backward FLOPs per token: 6 per weight of a matrix product, plus attention."""
@@ -171,12 +182,18 @@ class _Forward:
         self._name, self._forward, self._checks = type(model).__name__, model.forward, checks
         self._head = _Head(model.get_output_embeddings())
 
-    def __call__(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
+        cache: GenerationCache | None = None,
+    ) -> Tensor:  # fmt: skip
         """Map ``tokens`` [B, S] to logits [B, S, V]; with ``targets`` [B, S] (-100: no target), to the loss sum,
         fp32 scalar.
 
-        ``positions`` [B, S] restart from 0 with each document; attention is masked between documents.
+        ``positions`` [B, S] restart from 0 with each document; attention is masked between documents. With a ``cache``,
+        the tokens follow the cached ones, and only the logits of the last token are returned, [B, 1, V].
         """
+        if cache is not None:
+            return cache.next_logits(self._forward, tokens)
         named: Mapping[str, Tensor] = {}
         if positions is not None:
             if self._checks.isolation is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from serried.recipes.models.hugging_face.document_attention import NAME, documents_at, register_attention
+from serried.recipes.models.hugging_face.generation_cache import supports_cache
 from serried.recipes.models.hugging_face.small_copy import WINDOWS, head_width, small_copy
 from serried.recipes.models.hugging_face.tensor_roles import refuse_roles
 from serried.recipes.models.layers.attention import causal_mask
@@ -109,6 +110,15 @@ class ModelChecks:
         elif not self.takes_attention or self.isolation not in (_by_positions, _by_attention):
             found.append("packed documents need a mask of the full sequence")
         return found
+
+    @cached_property
+    def takes_cache(self) -> bool:
+        """Whether the model generates the same text with transformers' cache, also from a batch with padding. False if
+        there is no small copy."""
+        if self._copy is None:
+            return False
+        with self._testing() as device:
+            return supports_cache(self._copy.forward, self._copy.config, device)
 
     @cached_property
     def computes_in_bf16(self) -> bool:

@@ -26,6 +26,7 @@ from serried.parallel.layout.checks import check_layout
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.parallelize import check_plan, parallelize
 from serried.parallel.plan import ParallelPlan
+from serried.planner.memory_formula import Sizes, planned_flows
 from serried.program import main
 from serried.recipes.models.hugging_face.any_causal_lm import HuggingFaceModel
 from serried.recipes.text.causal_lm import CausalLM
@@ -414,6 +415,7 @@ def test_preferences_are_computed_from_logits(folder: Path, tmp_path: Path) -> N
 
 
 FAKE_RANKS = 4
+FSDP = ("parallel=fsdp", f"parallel.shard={FAKE_RANKS}", "parallel.reshard_after_forward=true", "precision=bf16")
 
 
 @contextmanager
@@ -427,8 +429,7 @@ def fake_group() -> Iterator[None]:
 
 
 def sharded(path: Path, low_dtype: torch.dtype | None) -> tuple[CausalLM, DistributedModel]:
-    how = ["parallel=fsdp", f"parallel.shard={FAKE_RANKS}", "parallel.reshard_after_forward=true"]
-    task, model, plan = planned(path, *how)
+    task, model, plan = planned(path, *FSDP)
     parallel = parallelize(
         model, plan, lambda _: 0.02, seed=1, layout=resolve_layout(task.run.parallel, FAKE_RANKS),
         section=task.run.parallel, low_dtype=low_dtype, device=torch.device("cpu"),
@@ -447,6 +448,10 @@ def test_fsdp_gathers_blocks_in_bf16(tmp_path: Path) -> None:
     whole = sum(math.prod(spec.shape) for spec in parallel.specs.values())
     once = sum(math.prod(parallel.specs[name].shape) for name in ("lm_head.weight", "model.norm.weight"))
     sent = (FAKE_RANKS - 1) / FAKE_RANKS
+    task, model, plan = planned(tmp_path, *FSDP)
+    sizes = Sizes(task.run, resolve_layout(task.run.parallel, FAKE_RANKS), model, plan)
+    flows = planned_flows(task.run, 1, sizes)
+    assert sum(flow.bytes for flow in flows if flow.kind == "all_gather") == wire.bytes["allgather_base"]
     assert wire.bytes == {"allgather_base": (2 * whole - once) * 2 * sent, "reduce_scatter_base": whole * 4 * sent}
 
 

@@ -36,7 +36,7 @@ def small_copy(model: Any) -> Any:
         if count > _MOST_PARAMETERS:
             return None
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs
             copy = type(model)(config).eval()
             for parameter in copy.parameters():  # otherwise biases would be 0, and logits almost equal
                 parameter += _STD * torch.randn_like(parameter)

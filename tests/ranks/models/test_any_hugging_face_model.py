@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.parity import TOLERANCES
 from serried.commands import export_models, generate_text
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -487,7 +486,7 @@ def test_loss_in_bf16_is_that_of_the_built_in_family(cluster: Cluster, folder: P
         answers = cluster.run(2, "testing.runs:train_reported", argv=argv)
         assert {answer.value for answer in answers} == {0}, answers[0].printed
     ours, family = losses(tmp_path / "hf"), losses(tmp_path / "auto")
-    assert ours == pytest.approx(family, rel=TOLERANCES["bf16"])
+    assert ours == pytest.approx(family, rel=5e-3)
     assert ours[-1] < ours[0] - 0.1
 
 

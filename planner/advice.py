@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from serried.configs.divisors import divisors
@@ -16,6 +17,7 @@ from serried.planner.memory_formula import FormulaMemory, Sizes, planned_memory
 from serried.trainer.model import model_to_train
 from serried.trainer.monitor.heartbeat import EVALUATE
 from serried.trainer.optim.optimizer import can_offload
+from serried.trainer.precision import frozen_type
 from serried.trainer.task import RunTask
 
 KEEPS_LESS = {"none": ("selective", "full"), "selective": ("full",)}
@@ -46,7 +48,23 @@ class Planned:
         self._task = task
         built = model_to_train(config, task, device)
         self.model, self.plan = built.module, built.plan
-        self.memory = self.of(config, world_size)
+        layout, accumulation = checked_layout(config, world_size)
+        self._sizes = Sizes(config, layout, self.model, self.plan)
+        self.memory = planned_memory(config, task, accumulation, self._sizes)
+
+    def least(self, ranks: int) -> float:
+        """Return a lower bound on the bytes per rank of parameters and optimizer state on any layout of ``ranks``
+        ranks, which are at least as many as planned."""
+        config, of = self.config, self._sizes.of
+        if config.parallel.offload:
+            return 0.0
+        frozen, total = frozen_type(config, self.plan), 0.0
+        for name, spec in self._sizes.specs.items():
+            size, elements = of[name], prod(spec.shape)
+            total += elements * self._sizes.width(name, frozen)
+            if size.is_trained and not config.optim.offload:
+                total += elements * size.state_bytes / max(1, size.held)
+        return total / ranks
 
     def of(self, config: RunConfig, world_size: int) -> FormulaMemory:
         """Return the memory of ``config``. Raises UserError if its settings cannot be combined."""
@@ -156,11 +174,20 @@ def fitting(planned: Planned, limit: int) -> str:
     """
     config, processes = planned.config, planned.world_size
     for more in (1, 2, 4, 8, 16):
+        if planned.least(processes * more) > limit:
+            continue
+        without: dict[tuple[Any, ...], int] = {}
+        """Lower bound on the bytes of each layout tried: without activations and gradients."""
         for overrides in _candidates(config):
+            layout = tuple(overrides.get(f"parallel.{axis}") for axis in ("pipeline", "context", "tensor"))
+            if without.get(layout, 0) > limit:
+                continue
             with suppress(UserError):
-                if planned.of(with_values(config, overrides), processes * more).total <= limit:
+                memory = planned.of(with_values(config, overrides), processes * more)
+                if memory.total <= limit:
                     words = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
                     return f"these fit: {' '.join([*_more(config, more), *words])}"
+                without[layout] = memory.parameters + memory.optimizer_state + memory.gathered
     return f"no layout of up to {processes * 16} processes fits; use shorter samples or a smaller model"
 
 

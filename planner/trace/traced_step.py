@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ from serried.trainer.task import RunTask, map_tensors, needs_data_for_example
 from serried.trainer.training_state import train_step
 
 _CPU = torch.device("cpu")
+_FEWEST_PERIODS = 4
+"""Fewest repetitions of a pattern of blocks that are worth an extrapolation."""
 _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
@@ -162,7 +164,7 @@ class _Tracer:
         self._accumulation = accumulation
         model = build_model(config, task)
         self._names = model.blocks
-        self._leading = _unlike_the_last(model.module, self._names)
+        self._leading, self._period = _pattern(model.module, self._names)
         self._batch = task.example_batch(config.trainer.micro_batch)
 
     def stages(self) -> list[Traced]:
@@ -178,12 +180,14 @@ class _Tracer:
         rank = pipeline * layout.world // layout.pipeline
         mine = layout.stages_of(pipeline)
         here = sum(len(layout.block_range(stage, total)) for stage in mine)
-        every = self._config.trainer.activation_checkpoint_every
+        has_pattern = self._period > 1
+        every = lcm(self._config.trainer.activation_checkpoint_every, self._period)
         per_stage = -(-here // len(mine))
-        first = self._leading + 2 * every + (per_stage - self._leading) % every
+        first = self._leading + (1 if has_pattern else 2) * every + (per_stage - self._leading) % every
         points = [first, first + every, first + 2 * every]
         is_mixed = self._config.trainer.activation_memory_budget < 1  # the mix depends on the number of blocks
-        if points[-1] >= per_stage or is_mixed or (layout.pipeline > 1 and self._leading):
+        is_long = points[-1] >= per_stage or (has_pattern and sum(points) > per_stage)
+        if is_long or is_mixed or (layout.pipeline > 1 and (self._leading or has_pattern)):
             return self._trace(rank, None, border)
         low, high, proof = (self._trace(rank, point * layout.stages, border) for point in points)
         step = high.plus(low, -1)
@@ -243,16 +247,21 @@ class _Tracer:
         return flows
 
 
-def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
-    """Return the number of leading blocks before the final run of equal ones."""
+def _pattern(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
+    """Return the number of blocks before the final ones that repeat, and the number of blocks after which they repeat:
+    1 if they are equal."""
 
     def form(name: str) -> list[Any]:
         block = model.get_submodule(name)
         return [(key, each.shape, each.requires_grad) for key, each in block.named_parameters()]
 
     forms = [form(name) for name in names]
-    unlike = [number for number, each in enumerate(forms) if each != forms[-1]]
-    return unlike[-1] + 1 if unlike else 0
+    for period in range(1, len(forms) // _FEWEST_PERIODS + 1):
+        unlike = [number for number in range(len(forms) - period) if forms[number] != forms[number + period]]
+        leading = unlike[-1] + 1 if unlike else 0
+        if leading + _FEWEST_PERIODS * period <= len(forms):
+            return leading, period
+    return len(forms), 1
 
 
 def _trace_rank(

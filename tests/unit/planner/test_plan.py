@@ -195,6 +195,22 @@ def test_the_formula_knows_what_adafactor_exchanges() -> None:
             ],
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            14,
+            [
+                "model=gemma4_31b",  # every other block has other sizes
+                "model.global_every=2",
+                "model.dim=64",
+                "model.heads=4",
+                "model.kv_heads=2",
+                "model.head_dim=32",
+                "model.global_head_dim=64",
+                "model.global_kv_heads=1",
+                "model.hidden_dim=128",
+                "trainer.global_batch=8",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_trace_of_a_few_blocks_extends_to_all_to_the_byte(

@@ -65,7 +65,7 @@ class BucketFiles:
         """Download the files ``names``, by default all, and return the folder that contains them. Files that are in the
         cache are not read again. Raises ``UserError`` if one has changed since it was listed."""
         wanted = [(name, *self.files[name]) for name in (self.files if names is None else names)]
-        request = {"files": wanted, "state": self.state, "cache": str(_settings.folder or _default_cache())}
+        request = {"files": wanted, "state": self.state, "cache": str(_settings.folder or download_cache(None))}
         folder = _ask("download", self.url, self.key, **request)
         _settings.downloaded[folder] = self.url
         return Path(folder)
@@ -127,7 +127,7 @@ def downloads(folder: Path | None, show: Callable[[str], None] | None) -> Iterat
     """Context manager within which files are downloaded into ``folder``, if it is given, and progress is shown by
     ``show``."""
     before = _settings.folder, _settings.show
-    _settings.folder, _settings.show = folder and folder / _DOWNLOADS, show
+    _settings.folder, _settings.show = folder and download_cache(folder), show
     try:
         yield
     finally:
@@ -172,7 +172,10 @@ def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
             del _settings.downloaded[folder]
 
 
-def _default_cache() -> Path:
+def download_cache(folder: Path | None) -> Path:
+    """Return the folder of the downloads of this node. ``folder``: ``data.cache_dir``, if it is set to a folder."""
+    if folder is not None:
+        return folder / _DOWNLOADS
     if scratch := os.environ.get("SERRIED_SCRATCH"):
         return Path(scratch).absolute() / _DOWNLOADS
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
@@ -30,6 +31,7 @@ from serried.records.store import Conflict, Listed, Store, StoreError
 _AT_ONCE = 16
 """Maximum number of concurrent requests."""
 _PIECE_BYTES = 8 * 2**20
+_SECONDS_PER_DAY = 86400.0
 
 
 # listing --------------------------------------------------------------------------------------------------------------
@@ -141,11 +143,35 @@ def download(root: str, files: Sequence[tuple[str, int, str]], state: str, cache
         check_space(own, sum(file.size_bytes for file in missing), root, key)
         for path in contents.glob(f".*.{machine()}.*.tmp"):  # left by a process that was killed
             path.unlink(missing_ok=True)
+        for file in wanted:
+            if file not in missing:
+                os.utime(file.path)  # see ``remove_unused``
         if missing:
             download_objects(open_store(root, key), missing, _show)
         for file in wanted:
             _link(folder / file.name, file.path)
     return folder
+
+
+def remove_unused(cache: Path, days: float) -> tuple[int, int]:
+    """Remove the files in the folder ``cache`` of downloads that no start has used for ``days``. Returns their number
+    and their size in bytes.
+
+    Raises ``OSError`` if a file cannot be removed.
+    """
+    count = size_bytes = 0
+    before = time.time() - days * _SECONDS_PER_DAY
+    for own in sorted(path.parent for path in cache.glob("*/contents")):
+        with (own / ".lock").open("wb") as lock:
+            _lock(lock.fileno())
+            for path in sorted((own / "contents").iterdir()):
+                stat = path.stat()
+                if max(stat.st_mtime, stat.st_atime) < before:
+                    path.unlink()
+                    count, size_bytes = count + 1, size_bytes + stat.st_size
+            for link in [path for path in own.rglob("*") if path.is_symlink() and not path.exists()]:
+                link.unlink()
+    return count, size_bytes
 
 
 def _content_name(name: str, size_bytes: int, tag: str) -> str:

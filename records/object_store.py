@@ -231,7 +231,11 @@ class ObjectStore:
     def list(self, prefix: str) -> list[Listed]:
         def read() -> list[Listed]:
             pages = self.obstore.list(self._small, prefix or None)
-            return [Listed(meta["path"], meta["size"], self._tag(meta)) for page in pages for meta in page]
+            return [
+                Listed(meta["path"], meta["size"], self._tag(meta), meta["last_modified"].timestamp())
+                for page in pages
+                for meta in page
+            ]
 
         return sorted(self._found(prefix, read) or [], key=lambda listed: listed.key)
 

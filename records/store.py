@@ -48,6 +48,8 @@ class Listed:
     key: str
     size_bytes: int
     tag: str
+    written_at: float = 0.0
+    """Time of the write in Unix seconds, by the clock of the store."""
 
 
 def ended_by(error: StoreError, message: str) -> UserError | TrainingStopped:

@@ -60,7 +60,7 @@ _COMMANDS = {
     "logs": _Command("bucket_runs", "RUN [rank=0]"),
     "fetch": _Command("bucket_runs", "URL out=FOLDER [checkpoint=STEPS]"),
     "repair": _Command("bucket_runs", "URL [yes=true]"),
-    "clean": _Command("bucket_runs", "URL"),
+    "clean": _Command("bucket_runs", "[URL] [downloads=DAYS] [prepared=DAYS data.cache_dir=URL]"),
     "export": _Command(
         "export_models", "RUN out=PLACE [format=hf] [checkpoint=STEP] [dtype=bf16] [shard_size=5GB] [merge=true]"
     ),

@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 from serried.bucket_copies import chosen_entries, download_checkpoint, kept_epochs, opened
+from serried.configs.bucket_paths import download_cache
 from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
 from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.formats import size
 from serried.configs.subcommand_arguments import number, pairs
+from serried.records.bucket_files import remove_unused
 from serried.records.bucket_run import CONTROL, rebuilt_head, write_request
 from serried.records.files import write_atomically
 from serried.records.head import HEAD, Head
@@ -120,8 +123,16 @@ def repair(words: list[str]) -> int:
 
 
 def clean(words: list[str]) -> int:
-    """Remove remains of interrupted saves and earlier starts from a run in a bucket that is not training."""
-    given, _ = pairs(words, "clean", ("run.dir",))
+    """Remove remains of interrupted saves and earlier starts from a run in a bucket that is not training, or files in
+    caches of data.
+
+    downloads       days: instead, remove downloads of this node that no run has used for so long
+    prepared        days: instead, remove unfinished data in data.cache_dir to which nothing was written for so long
+    data.cache_dir  the cache, a folder or s3://BUCKET/PATH
+    """
+    given, _ = pairs(words, "clean", ("run.dir", "downloads", "prepared", "data.cache_dir"))
+    if {"downloads", "prepared", "data.cache_dir"} & {*given}:
+        return _clean_cache(given)
     url = _bucket_url(given, "clean")
     with opened(url) as (store, _):
         head = Head.claim(store, say=print)
@@ -131,6 +142,33 @@ def clean(words: list[str]) -> int:
         finally:
             head.release()
     return say(f"cleaned    {url}: removed {len(attempts)} incomplete checkpoints")
+
+
+def _clean_cache(given: dict[str, str]) -> int:
+    cache = given.get("data.cache_dir")
+    if "prepared" in given and is_bucket_url(cache):
+        from serried.recipes.data.prepared.shared_cache import remove_unfinished
+
+        days, cache = (
+            number(given, "prepared", 7, 1, 10**4),
+            check_bucket_url(given["data.cache_dir"], "data.cache_dir"),
+        )
+        try:
+            removed = remove_unfinished(cache, days)
+        except StoreError as error:
+            raise UserError(f"cannot use data.cache_dir={cache}: {error}") from None
+        return say(f"cleaned    {cache}: removed {removed} unfinished preparations")
+    if "downloads" not in given or is_bucket_url(cache):
+        raise UserError(
+            "serried clean of a cache is serried clean downloads=DAYS, with data.cache_dir=FOLDER if it is there, or "
+            "serried clean prepared=DAYS data.cache_dir=s3://BUCKET/PATH"
+        )
+    folder = download_cache(Path(cache) if cache else None)
+    try:
+        removed, size_bytes = remove_unused(folder, number(given, "downloads", 30, 1, 10**4))
+    except OSError as error:
+        raise UserError(f"cannot clean {error.filename}: {error.strerror}") from None
+    return say(f"cleaned    {folder}: removed {removed} files, {size(size_bytes)}")
 
 
 def _bucket_url(given: dict[str, str], command: str) -> str:

@@ -1,8 +1,11 @@
 """Commands that read or repair a run in a bucket."""
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
@@ -10,6 +13,8 @@ from safetensors.torch import load_file
 import serried as package
 from serried.cli import main as serried
 from serried.commands import bucket_runs
+from serried.configs.bucket_paths import bucket_files
+from serried.recipes.data.prepared import shared_cache
 from serried.records.head import read_head
 from serried.records.object_store import open_store
 from serried.records.store import StoreError
@@ -129,3 +134,35 @@ def test_status_of_a_folder_of_runs_lists_them(
     assert not [line for line in server.requests()[before:] if "checkpoints/" in line]
     assert serried(["status", f"run.dir={parent}"]) == 0
     assert capfd.readouterr().out.count(f"run     {trained}\nstate   finished: all steps done, exit code 0\n") == 2
+
+
+def test_unfinished_data_and_unused_downloads_are_removed(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SERRIED_SCRATCH")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store, url = open_store(server.url(folder)), server.url(folder)
+    unfinished, complete = "a" * 32, "b" * 32
+    for name in (f"{unfinished}/done-00000.json", f"{complete}/train-00000.bin", f"{complete}/summary.json", "memos/a"):
+        store.put(name, b"{}")
+    for words in (["prepared=1"], ["downloads=1"], [f"data.cache_dir={url}"]):
+        assert serried(["clean", *words, *([f"data.cache_dir={url}"] if words == ["downloads=1"] else [])]) == 78
+        assert "serried clean downloads=DAYS" in capfd.readouterr().err
+    assert serried(["clean", "prepared=1", f"data.cache_dir={url}"]) == 0
+    assert "removed 0 unfinished preparations" in capfd.readouterr().out
+    listed = bucket_files(url, "data.path", again=True)
+    paths = [listed.fetch([name]) / name for name in ("memos/a", f"{complete}/summary.json")]
+    os.utime(paths[0].resolve(), (1, 1))
+    later = time.time() + 3 * 86400
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_cache, "time", SimpleNamespace(time=lambda: later))
+        assert serried(["clean", "prepared=1", f"data.cache_dir={url}"]) == 0
+    assert "removed 1 unfinished preparations" in capfd.readouterr().out
+    assert {listed.key for listed in store.list("")} == {
+        f"{complete}/summary.json", f"{complete}/train-00000.bin", "memos/a"
+    }  # fmt: skip
+    assert serried(["clean", "downloads=30"]) == 0
+    assert "removed 1 files, 2B" in capfd.readouterr().out
+    assert [path.exists() for path in paths] == [False, True]
+    assert not paths[0].is_symlink()
+    assert (bucket_files(url, "data.path", again=True).fetch(["memos/a"]) / "memos/a").read_bytes() == b"{}"

@@ -46,6 +46,28 @@ _FILE = re.compile(
 _DONE = re.compile(r"done-([0-9]{5,})\.json")
 _SUMMARY = "summary.json"
 _LONGEST_WAIT_SECONDS = 10.0
+_SECONDS_PER_DAY = 86400.0
+
+
+def remove_unfinished(url: str, days: float) -> int:
+    """Remove data in the cache at ``url`` whose preparation was interrupted, and to which nothing was written for
+    ``days``. Returns the number of keys.
+
+    Raises ``StoreError`` if the store does not answer.
+    """
+    store, before = open_store(url, "data.cache_dir"), time.time() - days * _SECONDS_PER_DAY
+    files: dict[str, list[Listed]] = {}
+    for entry in store.list(""):
+        key, _, name = entry.key.partition("/")
+        if name and _KEY.fullmatch(key):
+            files.setdefault(key, []).append(entry)
+    removed = 0
+    for key, entries in files.items():
+        is_complete = f"{key}/{_SUMMARY}" in [entry.key for entry in entries]
+        if not is_complete and max(entry.written_at for entry in entries) < before:
+            store.delete(entry.key for entry in entries)
+            removed += 1
+    return removed
 
 
 class SharedCache:

@@ -275,6 +275,8 @@ class AdapterSection(Section):
         odd = [rank for rank in (self.rank, *self.rank_pattern.values()) if rank % 2]
         if self.init == "orthogonal" and odd:
             yield f"adapter.init=orthogonal needs even ranks, but one is {odd[0]}; use adapter.init=uniform"
+        if self.init != "uniform" and self.path is not None and not self.merge:
+            yield f"adapter.init={self.init} has no effect with adapter.path, whose values are loaded; leave it out"
         names = ["rank", "alpha", "dropout", "scale", "init", "modules", "modules_to_save"]
         names += ["rank_pattern", "alpha_pattern", "trainable_token_indices"]
         if len({*self.trainable_token_indices}) < len(self.trainable_token_indices):

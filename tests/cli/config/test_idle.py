@@ -230,6 +230,7 @@ def test_key_read_in_one_run_of_a_sweep_gets_no_note(capsys: pytest.CaptureFixtu
         ("checkpoint.best_mode=max", "for which lower is better; use checkpoint.best_mode=min"),
         ("checkpoint.best_metric=acc", "which has loss; use checkpoint.best_metric=loss"),
         ("recipe=dpo data.path=x checkpoint.best_metric=acc", "loss, reward_margin, reward_accuracy, chosen_reward"),
+        ("adapter=lora adapter.init=orthogonal adapter.rank=3", "even ranks, but one is 3; use adapter.init=uniform"),
         ("optim.lr=1e300", "must be at least 0, and from 1.2e-38 to 3.4e38 in magnitude"),
         (
             "data.validation_fraction=1e-12",

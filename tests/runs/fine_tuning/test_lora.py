@@ -21,7 +21,7 @@ from serried.parallel.initialize import normal_rows
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.lora import A, B, initialize_orthogonal
-from serried.parallel.nf4 import _LEVELS, pack, unpack
+from serried.parallel.nf4 import _LEVELS, inputs_of_shard, pack, unpack
 from serried.parallel.plan import ParallelPlan
 from serried.program import main
 from serried.recipes.data.samples.token_dataset import Batch
@@ -576,7 +576,10 @@ def test_quantized_numbers_are_the_nearest_levels_of_their_blocks() -> None:
     nearest = (levels - rows.unflatten(1, (-1, 64)).unsqueeze(3)).abs().argmin(3, keepdim=True)
     packed = pack(rows)
     assert packed.nbytes * 8 == rows.numel() * 4.5
-    torch.testing.assert_close(unpack(packed, torch.float32), levels.gather(3, nearest).flatten(1), atol=1e-6, rtol=0)
+    unpacked = unpack(packed, torch.float32)
+    torch.testing.assert_close(unpacked, levels.gather(3, nearest).flatten(1), atol=1e-6, rtol=0)
+    for shard, columns in enumerate(unpacked.chunk(3, 1)):
+        assert unpack(inputs_of_shard(packed, shard, 3), torch.float32).equal(columns)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_settings_are_those_of_the_adapters(models: Path, made_by_peft: dict[str
         (["adapter=dora"], "has adapter.method=lora, so its weights do not fit adapter.method=dora"),
         (["adapter=none"], "has adapter.method=lora, so its weights do not fit adapter.method=none"),
         (["adapter.rank_pattern.q_proj=8"], "so its weights do not fit adapter.rank_pattern={q_proj:8}"),
+        (["adapter.init=orthogonal"], "adapter.init=orthogonal has no effect with adapter.path"),
     ],
 )
 def test_setting_that_the_adapters_contradict_is_refused(

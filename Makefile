@@ -60,13 +60,14 @@ test-page: .venv/.ready-dev
 	$(BIN)/python -m pytest -m page tests/cli/test_page.py $(ARGS)
 
 # On the S3 server moto, through a proxy that cuts, delays and refuses; Azurite, which emulates Azure, comes from npm.
+# Slow tests of buckets are among those of test-slow.
 test-cloud: .venv/.ready-dev
 	@if command -v azurite-blob >/dev/null || [ -x .venv/azurite/node_modules/.bin/azurite-blob ]; then :; \
 	elif command -v npm >/dev/null && \
 		npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3.35.0 >/dev/null; then :; \
 	else echo "no Azurite here, and no npm to install it: tests of Azure skip"; fi
 	PATH="$(CURDIR)/.venv/azurite/node_modules/.bin:$$PATH" \
-		$(BIN)/python -m pytest -m cloud --numprocesses=2 --dist=loadfile $(ARGS)
+		$(BIN)/python -m pytest -m 'cloud and not slow' --numprocesses=2 --dist=loadfile $(ARGS)
 
 # All kills, about 10 minutes.
 storm: .venv/.ready-dev

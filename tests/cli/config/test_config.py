@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError, create_model
 
 from serried.configs.bucket_paths import output_path
-from serried.configs.compose import FOLDER, compose
+from serried.configs.compose import FOLDER, compose, compose_saved
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of, help_text
@@ -786,3 +786,19 @@ def test_address_that_is_refused_has_a_path_or_a_name_in_its_place(key: str, add
     said = refusal(f"{key}={address}")
     assert use in said
     assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "fetch"),
+    [
+        (["data=text", "data.path=x"], "whole"),
+        (["data=tokens", "data.path=s3://bucket/tokens", "data.tokenizer=bytes"], "ranges"),
+    ],
+)
+def test_saved_run_reads_in_ranges_only_what_is_not_in_a_cache_that_is_not_trusted(
+    words: list[str], fetch: str, tmp_path: Path
+) -> None:
+    config = compose([*words, "data.fetch=ranges", "data.cache_dir=s3://bucket/prepared"])
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
+    saved = compose_saved(tmp_path / "config.yaml", [], ("data",))
+    assert (saved.data.cache_dir, saved.data.fetch) == (None, fetch)

@@ -52,8 +52,8 @@ class KubernetesSection(Section):
     node_bandwidth: str = "10Gb/s"
     """Bandwidth between a node and the volume or bucket. It determines how long a pod may save before it is killed."""
     retries: Count = 3
-    """Maximum number of restarts after a pod fails, for example when its container ran out of memory. Stopped runs and
-    lost nodes do not count, and failed runs are not retried."""
+    """Maximum number of restarts after a pod fails, for example when its container ran out of memory or the bucket of
+    the run does not answer. Stopped runs and lost nodes do not count, and failed runs are not retried."""
     dry_run: bool = False
     """Print the YAML and stop, without contacting a cluster."""
 

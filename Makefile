@@ -72,6 +72,7 @@ test-cloud: .venv/.ready-dev
 # All kills, about 10 minutes.
 storm: .venv/.ready-dev
 	$(BIN)/python -m testing.bucket_storm kills=200 zombies=20 races=20 lanes=3 $(ARGS)
+	$(BIN)/python -m testing.recovery_storm kills=200
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ tensors. Linux only: on other systems, no connection is found.
 import json
 import os
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,8 +82,16 @@ def local_hosts(store_port: int) -> list[str]:
     return sorted({host for host, port in map(_split, (c.local for c in _connections())) if port != store_port})
 
 
-def sever(hosts: Collection[str], store_port: int) -> None:
-    """Close the connections of this process to other ranks, which are on ``hosts``. Keep those to the store.
+def opened(connect: Callable[[], "Store"]) -> tuple["Store", list[str]]:
+    """Return the store that ``connect`` returns, and the local addresses of the connections that it has opened."""
+    before = {connection.local for connection in _connections()}
+    store = connect()
+    return store, [connection.local for connection in _connections() if connection.local not in before]
+
+
+def sever(hosts: Collection[str], store_port: int, also: Collection[str]) -> None:
+    """Close the connections of this process to other ranks, which are on ``hosts``. Keep those to the store, except
+    those with local addresses in ``also``.
 
     All ranks that wait for this one fail at once, and so do threads of this process that wait for others. Gloo's
     ``abort()`` does nothing, and destroying a group closes nothing while anything refers to it. Listening sockets are
@@ -91,7 +99,7 @@ def sever(hosts: Collection[str], store_port: int) -> None:
     """
     for connection in _connections():
         host, port = _split(connection.remote)
-        if host in hosts and store_port not in (port, _split(connection.local)[1]):
+        if connection.local in also or (host in hosts and store_port not in (port, _split(connection.local)[1])):
             with suppress(OSError), socket.socket(fileno=os.dup(int(connection.path.name))) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
 

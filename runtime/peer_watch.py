@@ -63,6 +63,8 @@ class PeerWatch:
         self.is_severed = False
         """Whether the connections to the other ranks are closed. They are opened again by a new generation."""
         patience = timedelta(seconds=max(silence_seconds, _LEAST_PATIENCE_SECONDS))
+        self.also_severed: list[str] = []
+        """Local addresses of the connection through which process groups are formed."""
         self._board = _Board(self._self.number, partial(session.exchange.own_connection, "peers", patience))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
@@ -96,7 +98,7 @@ class PeerWatch:
         """Close the connections to all other ranks."""
         with self._lock:
             self.is_severed = True
-            self._sever()
+            self._sever(self.also_severed)
 
     def continue_with(self, ranks: Sequence[int]) -> None:
         """Watch only the current ranks ``ranks`` from now on; their order gives their new numbers. Some of them may be
@@ -150,7 +152,7 @@ class PeerWatch:
         with self._lock:
             if member in self.members and not self.is_severed:
                 self.is_severed = True
-                self._sever()
+                self._sever(self.also_severed)
 
 
 class _Board:

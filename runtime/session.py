@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from serried.runtime.exit import (
     say_why,
 )
 from serried.runtime.import_signals import importing
+from serried.runtime.peer_sockets import opened
 from serried.runtime.process import (
     allow_open_files,
     choose_device,
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
 _LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
 _LOOKS = 10
-_FORMS_WITHIN_SECONDS = 30.0
 
 
 class Session:
@@ -232,13 +233,17 @@ class Session:
         patience = timedelta(seconds=patience_seconds or self.section.start_timeout_seconds)
         return self.exchange.own_connection(name, patience)
 
-    def form_again(self, ranks: Sequence[int], nodes: Sequence[int], generation: int) -> None:
+    def form_again(
+        self, ranks: Sequence[int], nodes: Sequence[int], generation: int, note: Callable[[list[str]], object]
+    ) -> None:
         """Make this the session of only ``ranks``, in this order, since the others are lost. A collective call of these
         ranks.
 
         Args:
             nodes: The node of each of ``ranks``.
             generation: Number of the new set of ranks.
+            note: Called with the local addresses of the connection through which all groups are formed from now on.
+                Closing it ends a wait for a rank that is lost meanwhile.
 
         The process groups are destroyed: drop every reference to them before, and build everything that depends on the
         ranks again.
@@ -258,15 +263,15 @@ class Session:
         if dist.is_initialized():
             time.sleep(CONNECTIONS_CLOSE_SECONDS)  # see _joined
             dist.destroy_process_group()
-        assert self.exchange.store is not None
+        patience = timedelta(seconds=self.section.start_timeout_seconds)
+        store, addresses = opened(partial(self.exchange.own_connection, "groups", patience))
+        note(addresses)
         # Private API: names of groups have this number, which differs between ranks after an attempt that failed.
         c10d._world.group_count = 0
         self.gather(None)  # a rank that is lost meanwhile is noticed here; torch would wait for its timeout
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("groups", self.exchange.store), rank=self.rank, world_size=self.world_size,
-            timeout=timedelta(seconds=min(self.section.start_timeout_seconds, _FORMS_WITHIN_SECONDS)),
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=patience
         )  # fmt: skip
-        self._set_timeouts(self.section.start_timeout_seconds)
 
     def shield(self) -> None:
         """Ignore signals during the cleanup, from now on. Only Ctrl-C still ends the process immediately.

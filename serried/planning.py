@@ -43,11 +43,6 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
         if not config.dry_run:
             processes = _started_processes(config)
             check_recovery_start(config, layout, processes)
-            if processes.launcher != "local":
-                raise UserError(
-                    f"recover.mode=memory with launch={processes.launcher} is not supported by this version; use "
-                    "launch=local, or recover.mode=off"
-                )
     return layout, accumulation
 
 

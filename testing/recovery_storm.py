@@ -20,9 +20,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from serried.configs.schema.declaration import BUILT_IN
@@ -38,7 +39,7 @@ from serried.trainer.saver import Saver
 from serried.trainer.step import TrainStep
 from serried.trainer.step_log import StepLog
 from serried.trainer.trainer import Trainer
-from testing.forked_runs import FORKS, settle
+from testing.forked_runs import FORKS, settle, torchruns_variables
 from testing.runs import ObservedRecipe, metrics, overrides, status, write_text
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -46,10 +47,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "update": (TrainStep, "commit"), "log": (StepLog, "read"), "evaluate": (Evaluator, "evaluate"),
     "begin to save": (Saver, "begin"), "write": (Checkpointer, "_write_all"), "commit": (Checkpointer, "_save"),
     "agree": (recovery_module, "meet_survivors"), "form": (Session, "form_again"), "build": (Trainer, "__init__"),
-    "compare": (Saver, "compare_always"),
+    "compare": (Saver, "compare_always"), "group": (Session, "background_group"),
 }  # fmt: skip
 """Functions by the moment at which they are called."""
-RECOVERING = ("agree", "form", "build", "compare")
+RECOVERING = ("agree", "form", "build", "group", "compare")
 """Moments of a recovery."""
 LAYOUTS = {
     "ddp x2": (2, "parallel=ddp"), "ddp x3": (3, "parallel=ddp"), "ddp x4": (4, "parallel=ddp"),
@@ -135,9 +136,12 @@ def arm(deaths: Sequence[Death], out: Path) -> None:
         setattr(owner, name, before(place, getattr(owner, name)))
 
 
-def _work(argv: Sequence[str], deaths: Sequence[Death], out: Path, task: Callable[[], Any]) -> None:
+def _work(
+    argv: Sequence[str], deaths: Sequence[Death], out: Path, task: Callable[[], Any],
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:  # fmt: skip
     settle()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update({"OMP_NUM_THREADS": "1", **variables})
     for number, path in ((1, out / "printed"), (2, out / "printed")):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
@@ -189,6 +193,26 @@ def run(
     return Ended(code, printed, sorted(died.values()), left, files)
 
 
+def run_nodes(argv: Sequence[str], deaths: Sequence[Death], out: Path, nodes: int, seconds: float = 150) -> list[int]:
+    """Like ``run``, with a rank on each of several nodes, as torchrun starts them. Returns the exit codes."""
+    from torch.distributed import TCPStore
+
+    out.mkdir(parents=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    processes = []
+    for node in range(nodes):
+        variables = torchruns_variables(node, nodes, store.port) | alone | {"GROUP_RANK": str(node)}
+        processes.append(FORKS.Process(target=_work, args=(argv, deaths, out, ragged_task, variables)))
+        processes[-1].start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+    return [int(process.exitcode or 0) for process in processes]
+
+
 def words(layout: str, text: Path, run_dir: Path, *more: str) -> list[str]:
     """Return the arguments of a run on ``layout``."""
     processes, parallel = LAYOUTS[layout]
@@ -232,7 +256,7 @@ def faults(
 
 def _in_a_recovery(rank: int, rng: random.Random) -> Death:
     place = rng.choice(RECOVERING)
-    return Death(rank, place, 2 if place == "build" else 1)  # the first trainer is built at the start
+    return Death(rank, place, 2 if place in ("build", "group") else 1)  # the first trainer is built at the start
 
 
 def random_deaths(layout: str, rng: random.Random) -> list[Death]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serried.runtime.process import is_running
-from testing.recovery_storm import Death, Ended, faults, run, storm, words
+from testing.recovery_storm import Death, Ended, faults, run, run_nodes, storm, words
 from testing.runs import ObservedRecipe, losses, metrics, run_here
 
 SHORT = ["trainer.steps=6", "trainer.eval_every=0", "checkpoint.every=3"]
@@ -87,6 +87,21 @@ def test_frozen_rank_0_that_wakes_up_later_ends_without_touching_the_records(
     log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
     assert "the other processes continue without this one" in log
     assert [line["state"] for line in metrics(tmp_path / "run", "stop")] == ["finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_node_that_is_lost_costs_its_replica(victim: int, undisturbed: Undisturbed, text: Path, tmp_path: Path) -> None:
+    """Each rank is on a node of its own. Rank 0 writes the records until its node is lost; the store is elsewhere."""
+    argv = [word for word in words("ddp x3", text, tmp_path / "run", *SHORT) if not word.startswith("launch=")]
+    argv = [word for word in argv if not word.startswith("launch.processes")]
+    codes = run_nodes(argv, [Death(victim, "vote", 3)], tmp_path / "out", 3)
+    assert sorted(codes) == [-signal.SIGKILL, 0, 0], (tmp_path / "out" / "printed").read_text()
+    expected = undisturbed("ddp x3", *SHORT)
+    steps = metrics(tmp_path / "run")
+    assert [line["step"] for line in steps] == list(expected)
+    assert max(abs(line["loss"] / expected[line["step"]] - 1) for line in steps) < 1e-6
+    assert [line["ranks"] for line in metrics(tmp_path / "run", "lost")] == [[victim]]
 
 
 STATES = {

@@ -25,6 +25,7 @@ from serried.records.status import Members
 from serried.runtime.agreement import Agreement, NotRecoverable, Report, meet_survivors
 from serried.runtime.console import Console
 from serried.runtime.exit import is_broken_off
+from serried.runtime.peer_sockets import first_node_is_gone
 from serried.runtime.peer_watch import PeerWatch
 from serried.runtime.process import tell_launcher
 from serried.runtime.session import Session
@@ -163,6 +164,8 @@ class Recovery:
             self.configured(self._config)
         except (NotRecoverable, UserError) as why:
             raise TrainingStopped(f"{self._lost()}, and {why}") from None
+        except DistNetworkError:
+            raise TrainingStopped(f"{first_node_is_gone()} has ended, through which the others agree") from None
         return agreement.step
 
     def _check(self) -> None:
@@ -178,7 +181,11 @@ class Recovery:
         assert self._agreed is not None
         self._watch.continue_with(self._agreed.ranks)
         nodes = [member.node for member in self._watch.members]
-        self._session.form_again(self._agreed.ranks, nodes, self._generation)
+
+        def note(addresses: list[str]) -> None:
+            self._watch.also_severed = addresses
+
+        self._session.form_again(self._agreed.ranks, nodes, self._generation, note)
 
     def configured(self, config: RunConfig) -> RunConfig:
         """Return ``config`` for the ranks that continue.

@@ -1,10 +1,11 @@
 """LoRA of routed experts: trained and saved as PEFT does it, on every layout; and LoRA of the families of experts."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import serried
 from serried.commands import export_models
@@ -54,48 +55,13 @@ def opened(model: Path, adapters: Path | None = None) -> Any:
     return base if adapters is None else peft.PeftModel.from_pretrained(base, adapters)
 
 
-@pytest.mark.parametrize(
-    ("name", "modules", "options"),
-    [
-        (
-            "deepseek_v3",
-            "gate_up_proj,*.experts.down_proj,*.shared_experts.gate_proj,kv_b_proj",
-            {"target_modules": ["kv_b_proj"], "target_parameters": [*SHARED, "shared_experts.gate_proj.weight"]},
-        ),
-        pytest.param(
-            "gpt_oss",
-            "gate_up_proj,down_proj",
-            {"target_modules": [], "target_parameters": SHARED},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "gemma4_text, experts",
-            "gate_up_proj,experts.down_proj,*.mlp.gate_proj",
-            {"target_modules": ["gate_proj"], "target_parameters": SHARED},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "mixtral",
-            "q_proj,*.1.mlp.experts.down_proj",
-            {"target_modules": ["q_proj"], "target_parameters": ["1.mlp.experts.down_proj"]},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "qwen3_5_moe_text",
-            "gate_up_proj,*.experts.down_proj,*.shared_expert.up_proj",
-            {"target_modules": [], "target_parameters": [*SHARED, "shared_expert.up_proj.weight"]},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_losses_and_saved_adapters_of_experts_equal_those_of_peft(
-    models: Path, tmp_path: Path, name: str, modules: str, options: dict[str, Any]
+def assert_as_by_peft(
+    model: Path, run_dir: Path, batches: list[Any], first: dict[str, Tensor], options: dict[str, Any]
 ) -> None:
+    """Train with PEFT from the same values and batches; compare losses and logits, those of saved and merged adapters
+    too."""
     import peft
 
-    model, run_dir = model_of(models, name), tmp_path / "run"
-    argv = lora(models, run_dir, "trainer.micro_batch=4", f"adapter.modules=[{modules}]", model=model.name)
-    batches, first = train_watched(argv)
     theirs = peft.get_peft_model(opened(model), peft.LoraConfig(r=4, lora_alpha=8, **options))
     ours = runs.losses(run_dir)
     assert ours == pytest.approx(steps_of_peft(theirs, first, batches), abs=1e-5)
@@ -106,15 +72,51 @@ def test_losses_and_saved_adapters_of_experts_equal_those_of_peft(
         # AdamW divides gradients by their size, so that rounding shows where they are near zero.
         torch.testing.assert_close(theirs.eval()(TOKENS).logits, want, atol=1e-3, rtol=0)
         assert_close(opened(model, runs.checkpoint(run_dir))(TOKENS).logits, want)
-        assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'merged'}", "merge=true"]) == 0
-        assert_close(opened(tmp_path / "merged")(TOKENS).logits, want)
+        merged = run_dir.with_name("merged")
+        assert export_models.export([f"run.dir={run_dir}", f"out={merged}", "merge=true"]) == 0
+        assert_close(opened(merged)(TOKENS).logits, want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "modules", "options"),
+    [
+        (
+            "gpt_oss",
+            "gate_up_proj,down_proj",
+            {"target_modules": [], "target_parameters": SHARED},
+        ),
+        (
+            "gemma4_text, experts",
+            "gate_up_proj,experts.down_proj,*.mlp.gate_proj",
+            {"target_modules": ["gate_proj"], "target_parameters": SHARED},
+        ),
+        (
+            "mixtral",
+            "q_proj,*.1.mlp.experts.down_proj",
+            {"target_modules": ["q_proj"], "target_parameters": ["1.mlp.experts.down_proj"]},
+        ),
+        (
+            "qwen3_5_moe_text",
+            "gate_up_proj,*.experts.down_proj,*.shared_expert.up_proj",
+            {"target_modules": [], "target_parameters": [*SHARED, "shared_expert.up_proj.weight"]},
+        ),
+    ],
+)
+def test_losses_and_saved_adapters_of_experts_equal_those_of_peft(
+    models: Path, tmp_path: Path, name: str, modules: str, options: dict[str, Any]
+) -> None:
+    model, run_dir = model_of(models, name), tmp_path / "run"
+    argv = lora(models, run_dir, "trainer.micro_batch=4", f"adapter.modules=[{modules}]", model=model.name)
+    assert_as_by_peft(model, run_dir, *train_watched(argv), options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
         ("mixtral", "q_proj,w1,w2,w3"),
-        pytest.param("deepseek_v3", "gate_proj,up_proj,down_proj", marks=pytest.mark.slow),
+        ("deepseek_v3", "gate_proj,up_proj,down_proj"),
     ],
 )
 def test_adapters_of_each_expert_open_in_peft_with_equal_logits_and_merge(
@@ -148,28 +150,40 @@ LAYOUTS = {
 }
 
 
+class Single(NamedTuple):
+    """A run of one process."""
+
+    run_dir: Path
+    batches: list[Any]
+    first: dict[str, Tensor]
+    """Initial values of A."""
+
+
 @pytest.fixture(scope="module")
-def single(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A run of one process: its folder and its losses."""
+def single(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Single:
     model_of(models, "deepseek_v3")
     run_dir = tmp_path_factory.mktemp("single") / "run"
-    ended = runs.run_here(lora(models, run_dir, EXPERTS, model="deepseek_v3"))
-    assert ended.code == 0, ended.printed
-    assert "in 13 layers and 2 stacks of experts" in ended.printed
-    return run_dir, runs.losses(run_dir)
+    return Single(run_dir, *train_watched(lora(models, run_dir, EXPERTS, "trainer.micro_batch=4", model="deepseek_v3")))
+
+
+def test_shared_and_routed_experts_train_and_open_as_in_peft(models: Path, single: Single) -> None:
+    names = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
+    attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    options = {"target_modules": attention, "target_parameters": [*SHARED, *names]}
+    assert_as_by_peft(models / "deepseek_v3", *single, options)
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "expert")) for name in LAYOUTS]
 )
 def test_losses_and_adapters_of_experts_are_the_same_on_every_layout(
-    cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]], layout: str
+    cluster: Cluster, models: Path, tmp_path: Path, single: Single, layout: str
 ) -> None:
     ranks, words = LAYOUTS[layout]
     argv = lora(models, tmp_path / "run", EXPERTS, *words, model="deepseek_v3")
-    assert losses(cluster, ranks, argv, tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
+    assert losses(cluster, ranks, argv, tmp_path / "run") == pytest.approx(runs.losses(single.run_dir), abs=1e-5)
     found = runs.weights(tmp_path / "run", "adapter_model")
-    for name, tensor in runs.weights(single[0], "adapter_model").items():
+    for name, tensor in runs.weights(single.run_dir, "adapter_model").items():
         torch.testing.assert_close(found[name], tensor, atol=1e-3, rtol=0)
 
 

@@ -405,7 +405,9 @@ def opened_by_us(adapters: Path) -> nn.Module:
     return load_model(config, CausalLM(config), Layout("single"), torch.device("cpu"), adapters).module
 
 
-@pytest.mark.parametrize("init", ["gaussian", "orthogonal", False])
+@pytest.mark.parametrize(
+    "init", ["orthogonal", *(pytest.param(init, marks=pytest.mark.slow) for init in ("gaussian", False))]
+)
 def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
     models: Path, tmp_path: Path, init: str | bool
 ) -> None:

@@ -12,7 +12,7 @@ from serried.configs.schema.sections import RunConfig
 from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.planner.activations.families import FORMULAS
+from serried.planner.activations.families import formula_of
 from serried.planner.activations.terms import Share
 from serried.trainer.memory.activation_budget import MODES, chosen_mix
 from serried.trainer.memory.gpu_norms import is_for_gpus
@@ -34,7 +34,7 @@ def activation_estimate(
     """
     section, data = getattr(config, "model", None), getattr(config, "data", None)
     rows = _vocabulary_rows(model, plan)
-    formula = FORMULAS.get(section.family) if isinstance(section, ModelSection) else None
+    formula = formula_of(section) if isinstance(section, ModelSection) else None
     if data is None or formula is None or rows is None:
         return None
     low_dtype = LOW_DTYPES[config.precision.name]
@@ -47,7 +47,7 @@ def activation_estimate(
     if not config.task.has_teacher:
         return own
     teacher = teacher_section(str(getattr(config.task, "teacher", None)))
-    its = FORMULAS.get(teacher.family)
+    its = formula_of(teacher)
     if its is None:
         return None
     return partial(

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from operator import mul
+from statistics import mean
 
 import torch
 
+from serried.configs.schema.models import ModelSection
 from serried.planner.activations.terms import ALL_OF_IT, BlockBytes, EndBytes, Formula, Share, bytes_at
+from serried.recipes.models.families.gemma4_config import Gemma4Section
 from serried.recipes.models.families.gpt2_config import GPT2Section
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.families.moe_config import MoESection
@@ -167,12 +171,45 @@ def _moe(
     )  # fmt: skip
 
 
+def _gemma4(
+    model: Gemma4Section, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, autocast: bool,
+    share: Share = ALL_OF_IT,
+) -> int:  # fmt: skip
+    """Return the activation bytes of the dense model of Gemma 4: see ``Formula``.
+
+    Blocks with and without a window have different sizes. Blocks that keep nothing else count as the widest one, which
+    the backward computes again.
+    """
+    widths, heads = zip(*(model.sizes(layer) for layer in range(model.layers)), strict=True)
+    width, keys = mean(widths), mean(map(mul, widths, heads))
+    if share.checkpoint == "full":
+        width, keys = max((width, width * count) for width, count in zip(widths, heads, strict=True))
+    tokens = sequences * sequence_length // share.context
+    # Input of the norm of values in fp32, and 1 / RMS of each head in fp32.
+    of_norms = 4 * (keys + model.heads + 2 * mean(heads)) / share.tensor
+    scaled = 4 * model.dim / share.sequence * (dtype.itemsize < 4)  # multiplication by ``layer_scalar``, in fp32
+    tables = 8 * sequence_length * (sum({*widths}) - width) * (1 + (share.context > 1) / share.context)  # of both RoPEs
+    return int(tables) + _llama(
+        model.model_copy(update={"head_dim": width, "kv_heads": keys / width}), vocab_size, sequences, sequence_length,
+        dtype, autocast, share, stream_norms=4, more=(tokens * of_norms, 0, 0, tokens * scaled, 0, 0),
+    )  # fmt: skip
+
+
 FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), _llama),
     "gemma2": partial(_llama, stream_norms=4),
     "gemma3_text": partial(_llama, stream_norms=4, normalizes_heads=True),
     "olmo2": partial(_llama, fuses_norms_of_heads=False),
+    "gemma4_text": _gemma4,
     "gpt2": _gpt2,
     **dict.fromkeys(("glm4_moe", "qwen3_moe", "mixtral"), _moe),
 }
 """Formulas by ``model.family``."""
+
+
+def formula_of(section: ModelSection) -> Formula | None:
+    """Return the formula of a model; None if it has none, and is traced."""
+    is_covered = True
+    if isinstance(section, Gemma4Section):
+        is_covered = not (section.experts or section.block_input_dim or section.kv_shared_layers)
+    return FORMULAS.get(section.family) if is_covered else None

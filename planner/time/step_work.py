@@ -14,6 +14,7 @@ from serried.parallel.plan import ParallelPlan
 from serried.planner.devices import Cluster, Device
 from serried.planner.time.published_rates import FAR, SEEN
 from serried.planner.time.time_model import Job, Shape
+from serried.recipes.models.families.gemma4_config import Gemma4Section
 from serried.recipes.models.families.gpt2_config import GPT2Section
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.families.moe_config import MoESection
@@ -113,6 +114,15 @@ def _shape(section: Any) -> Shape | None:
         section.layers, section.dim, section.hidden_dim, section.heads, section.kv_heads, section.attention_head_dim,
         0, is_tied=section.tie_embeddings,
     )  # fmt: skip
+    if isinstance(section, Gemma4Section):
+        if section.block_input_dim or section.kv_shared_layers:
+            return None
+        # Experts are in addition to the feed-forward of each block.
+        return shape._replace(
+            experts=section.experts,
+            experts_per_token=section.experts_per_token,
+            expert_hidden=section.expert_hidden_dim,
+        )
     if not isinstance(section, MoESection):
         return shape
     dense = section.dense_layers / section.layers

@@ -187,11 +187,9 @@ class _Board:
         return found
 
     def silence(self, member: Member, elapsed: float) -> float:
-        """Return the seconds since the last sign of ``member``, ``elapsed`` seconds after the last call; 0 before the
-        first sign."""
-        if member.number not in self._signs:
-            return 0.0
-        sign, seconds = self._signs[member.number]
+        """Return the seconds since the last sign of ``member``, or since the first call, ``elapsed`` seconds after the
+        last call."""
+        sign, seconds = self._signs.get(member.number, (b"", 0.0))
         self._signs[member.number] = sign, seconds + elapsed
         return seconds + elapsed
 

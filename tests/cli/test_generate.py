@@ -309,23 +309,21 @@ def test_each_prompt_of_a_file_gets_the_text_that_it_gets_alone(
     prompts = ["sed ", "lorem ipsum dolor", "a", "né", "consectetur "]
     (tmp_path / "a.txt").write_text("\n\n".join(prompts))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": prompt, "id": 3}) + "\n" for prompt in prompts))
+    words = ["generate", str(run_dir), "tokens=30"]
 
-    def texts(*words: str) -> list[str]:
-        assert main(["generate", str(run_dir), "tokens=30", *words]) == 0
-        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    def texts(printed: str) -> list[str]:
+        rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
         assert [row["prompt"] for row in rows] == prompts
         return [row["text"] for row in rows]
 
-    found = texts(f"prompts={tmp_path / 'a.txt'}")
-    assert texts(f"prompts={tmp_path / 'a.jsonl'}", "rows=2") == found
+    assert main([*words, f"prompts={tmp_path / 'a.txt'}"]) == 0
+    found = texts(capsys.readouterr().out)
     assert len({*found}) == 5
-    assert main(["generate", str(run_dir), "tokens=30", "prompt=sed "]) == 0
-    assert (
-        capsys.readouterr().out == f"sed {found[0]}\n"
-    )  # the first of the file has the random numbers of a single one
-    words = ["generate", str(run_dir), "tokens=30", f"prompts={tmp_path / 'a.txt'}", "parallel=fsdp"]
+    assert main([*words, "prompt=sed "]) == 0
+    assert capsys.readouterr().out == f"sed {found[0]}\n"  # the first has the random numbers of a single prompt
+    words += [f"prompts={tmp_path / 'a.jsonl'}", "rows=2", "parallel=fsdp"]
     first, second = cluster.run(2, "serried.cli:main", arguments=words)
-    assert [json.loads(line)["text"] for line in first.printed.splitlines() if line[0] == "{"] == found
+    assert texts(first.printed) == found
     assert "{" not in second.printed
 
 

@@ -1,12 +1,14 @@
 """Text that many prompts get together, with the cache and on any layout, is the text that each gets alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -103,29 +105,36 @@ def test_positions_that_depend_on_the_longest_text_are_computed_one_prompt_at_a_
         assert (family.new_cache([0, 3], 9) is not None) == is_batched
 
 
-def texts_on(layout: str, folders: dict[str, str]) -> dict[str, list[list[int]]]:
-    """What each model writes on a layout; and under "ends", what the first writes for texts that end at different
-    tokens, and for a single prompt."""
+def texts_on(layout: str, folders: dict[str, str]) -> dict[str, Any]:
+    """What each model writes on a layout. Of the first also, under "ends": texts that end at different tokens, and the
+    text of a single prompt; under "frees": whether a rank holds only shards of blocks after each forward."""
     with open_session(compose([]).launch):
         found = {name: texts(LAYOUTS[layout][0], Path(folder), rows=2) for name, folder in folders.items()}
         family, model = opened_on(LAYOUTS[layout][0], Path(next(iter(folders.values()))))  # a built-in family
-        write = partial(continued, model, family, choose=greedy_and_sampled(SEED))
+        choose, are_shards = greedy_and_sampled(SEED), set[bool]()
+
+        def watched(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+            blocks = dict(model.module.named_children())["h" if layout == "fsdp x2" else "layers"]
+            are_shards.add(all(isinstance(parameter, DTensor) for parameter in blocks[0].parameters()))
+            return choose(logits, numbers)
+
+        write = partial(continued, model, family, choose=watched)
         found["ends"] = write(prompts(), ends=ENDS) + write(prompts()[:1], 9)
-    return found
+        return found | {"frees": are_shards == {True}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_text_of_each_prompt_is_the_same_on_every_layout(layout: str, together: Together, cluster: Cluster) -> None:
-    expected = {name: together(name)[1] for name in LAYOUTS[layout][1]}
-    first = next(iter(expected.values()))
+    first = together(LAYOUTS[layout][1][0])[1]
     until = [next((at + 1 for at, token in enumerate(text) if token in ENDS), TOKENS) for text in first]
     assert len({*until}) > 2, "they end at different tokens"
+    expected: dict[str, Any] = {name: together(name)[1] for name in LAYOUTS[layout][1]}
     expected["ends"] = [text[:count] for text, count in zip(first, until, strict=True)] + [first[0][:9]]
     folders = {name: str(together(name)[0]) for name in LAYOUTS[layout][1]}
     function = "tests.ranks.models.test_batched_generation:texts_on"
     for answer in cluster.run(2, function, layout=layout, folders=folders):
-        assert answer.value == expected
+        assert answer.value == expected | {"frees": layout != "ddp x2"}
 
 
 def nan_on(layout: str, folder: str) -> str:
@@ -141,7 +150,7 @@ def nan_on(layout: str, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("layout", ["ddp x2", "fsdp x2"])
+@pytest.mark.parametrize("layout", ["ddp x2", pytest.param("fsdp x2", marks=pytest.mark.slow)])
 def test_nan_on_one_rank_is_one_error_on_all(layout: str, together: Together, cluster: Cluster) -> None:
     function = "tests.ranks.models.test_batched_generation:nan_on"
     for answer in cluster.run(2, function, layout=layout, folder=str(together("gpt_oss")[0])):

@@ -13,6 +13,7 @@ from pathlib import Path
 import serried
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema.declaration import declared
+from serried.configs.schema.launch_plan_track import RecoverSection
 from serried.configs.schema.sections import RunConfig
 from serried.launch.local.processes import NotedSignals
 from serried.launch.slurm.queue import job_folder, jobs_of, note_job, queued_before_another, queued_jobs
@@ -222,6 +223,7 @@ def measuring_script(command: str, argv: Sequence[str], config: RunConfig) -> st
     """Return the batch script of a job that measures its nodes with ``command``."""
     changes = {"time_minutes": _EXAMINATION_MINUTES, "signal_seconds": 60, "requeue": False}
     short = config.model_copy(update={
+        "recover": RecoverSection(),
         "run": config.run.model_copy(update={"name": f"{config.run.name}-{command.split()[-1]}"}),
         "slurm": config.slurm.model_copy(update=changes),
     })  # fmt: skip
@@ -245,6 +247,7 @@ def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], r
         "container": slurm.container or "",
         "interface": slurm.interface or "",
         "requeue": str(slurm.requeue).lower(),
+        "recover": str(config.recover.mode == "memory").lower(),
         "processes": str(processes_per_node(config.launch)),
     }
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
@@ -293,7 +296,8 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
         f"{name}={shlex.quote(value)}" if given else name
         for name, given, value in (word.partition("=") for word in shlex.split(slurm.options or ""))
     ]
-    return [*options, "--requeue" if slurm.requeue else "--no-requeue"]
+    kept = ["--no-kill"] if config.recover.mode == "memory" else []
+    return [*options, *kept, "--requeue" if slurm.requeue else "--no-requeue"]
 
 
 def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:

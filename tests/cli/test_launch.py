@@ -443,6 +443,14 @@ def test_script_is_the_one_for_use_by_hand_with_other_settings() -> None:
         subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
 
 
+def test_script_of_a_run_that_continues_after_losses_has_a_step_for_each_node() -> None:
+    words = ["parallel=ddp", "launch.nodes=2", "launch.device=cpu", "optim.lr=1e-3,3e-3"]
+    text = points(*words, "recover.mode=memory").splitlines()
+    assert {"recover=true", "#SBATCH --no-kill"} <= set(text)
+    text = points(*words).splitlines()
+    assert {"recover=false", "#SBATCH --no-kill"} & set(text) == {"recover=false"}
+
+
 _IN_TWO_STAGES = "parallel.pipeline=2 parallel.sync_every_micro_batch=false"
 
 

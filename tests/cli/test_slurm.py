@@ -1,11 +1,13 @@
 """On a real Slurm cluster: submitted from the config, stopped by Slurm in each of its ways, queued again, gone on."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -101,12 +103,28 @@ def check_nothing_was_lost(run_dir: Path, text: Path, tmp_path: Path) -> None:
     assert done == list(range(1, len(done) + 1))
     assert [line["samples"] for line in metrics(run_dir)] == [4 * step for step in done]
     last = (starts(run_dir)[-1] or 0) + 1
+    assert [line["loss"] for line in metrics(run_dir)][:last] == undisturbed_losses(text, tmp_path, last)
+
+
+def undisturbed_losses(text: Path, tmp_path: Path, last: int) -> list[float]:
+    """Return the losses of the first steps of a run that nobody stopped."""
     whole = tmp_path / "undisturbed"
     argv = tiny_overrides(text, whole, *_ENDLESS, f"trainer.stop_at={last}", "launch=local", "launch.processes=2")
     subprocess.run(
         [sys.executable, "train.py", *argv, "launch.device=cpu"], cwd=ROOT, timeout=PATIENCE_SECONDS, check=False
     )
-    assert [line["loss"] for line in metrics(run_dir)][:last] == [line["loss"] for line in metrics(whole)]
+    return [line["loss"] for line in metrics(whole)]
+
+
+def processes_of(job: str, node: str) -> list[int]:
+    """Return the processes of a job's step on a node."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode()}
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted <= set(path.read_bytes().split(b"\0")):
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
@@ -170,6 +188,29 @@ def test_run_resumes_after_preemption_and_after_a_requeue(slurm: SlurmCluster, t
     wait_for_a_start(run_dir, 3)
     assert [line["state"] for line in metrics(run_dir, "stop")] == ["stopped", "stopped"]
     check_nothing_was_lost(run_dir, text, tmp_path)
+
+
+def test_run_continues_without_a_node_whose_processes_are_killed(
+    slurm: SlurmCluster, text: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = tiny_overrides(text, run_dir, *_ENDLESS, "recover.mode=memory")
+    job = submit(slurm, *argv)
+    wait_for_steps(run_dir, 5)
+    for process in processes_of(job, "node1"):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    wait_for(lambda: bool(metrics(run_dir, "recovered")), "the recovery", lambda: printed(run_dir))
+    lost, recovered = metrics(run_dir, "lost")[0], metrics(run_dir, "recovered")[0]
+    assert (lost["nodes"], lost["ranks"], lost["replicas"], recovered["generation"]) == (["node1"], [1], 1, 1)
+    wait_for_steps(run_dir, recovered["step"] + 3)
+    assert "1 of 2 replicas" in at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
+    slurm.ask("scancel", job)
+    wait_for_state(run_dir, "stopped")
+    assert starts(run_dir) == [None]
+    assert slurm.job(job)["Restarts"] == "0"
+    losses = [line["loss"] for line in metrics(run_dir)][: recovered["step"] + 2]
+    assert losses == pytest.approx(undisturbed_losses(text, tmp_path, len(losses)), rel=1e-6)
 
 
 def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:

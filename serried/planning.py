@@ -41,8 +41,7 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
     if config.recover.mode != "off":
         check_recovery(config, layout)
         if not config.dry_run:
-            processes = _started_processes(config)
-            check_recovery_start(config, layout, processes)
+            check_recovery_start(config, layout, _started_processes(config))
     return layout, accumulation
 
 

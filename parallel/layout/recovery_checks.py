@@ -101,6 +101,11 @@ def check_recovery_start(config: RunConfig, layout: Layout, processes: Processes
     launcher, _, per_node, max_restarts, _ = processes
     if launcher == "local":
         return
+    if launcher in ("kubernetes", "skypilot"):
+        raise UserError(
+            f"recover.mode=memory with launch={launcher}: a pod ends when another one leaves; use launch=slurm, "
+            f"torchrun or launch=local, {_OR_OFF}"
+        )
     if processes.nodes == 1:
         if launcher == "torchrun":
             raise UserError(

@@ -231,6 +231,71 @@ def test_ranks_of_other_hosts_end_soon_after_the_first_host(how: str, hosts: Hos
     assert how != "dies" or now["reason"].startswith("the first node is gone: its store at node0:29500")
 
 
+def start_recovering(hosts: Hosts, text: Path, tmp_path: Path, outputs: list[Path]) -> list[subprocess.Popen[bytes]]:
+    """Start a run on both hosts that continues from memory, and wait for step 3."""
+    run_dir = tmp_path / "run"
+    argv = tiny_overrides(
+        text, run_dir, "trainer.steps=1000000", "schedule=constant", "checkpoint.every=0", "launch.device=cpu",
+        "launch.start_timeout_seconds=120", "recover.mode=memory", "recover.silence_seconds=4",
+    )  # fmt: skip
+    started = [start_plain(hosts, host, outputs[host], argv) for host in range(2)]
+    written = run_dir / "metrics.jsonl"
+    wait_for(lambda: written.exists() and len(metrics(run_dir)) >= 3, "step 3", lambda: _printed(outputs))
+    return started
+
+
+def _printed(outputs: list[Path]) -> str:
+    return "".join(path.read_text(errors="replace")[-4000:] for path in outputs)
+
+
+@pytest.mark.parametrize("how", ["dies", "loses its cable"])
+def test_first_host_continues_from_memory_on_the_same_curve(how: str, hosts: Hosts, text: Path, tmp_path: Path) -> None:
+    run_dir, outputs = tmp_path / "run", [tmp_path / f"{host}.log" for host in range(2)]
+    started = start_recovering(hosts, text, tmp_path, outputs)
+    try:
+        if how == "dies":
+            started[1].kill()
+        else:
+            hosts.set_link(1, "down")
+        wait_for(lambda: bool(metrics(run_dir, "recovered")), "the recovery", lambda: _printed(outputs))
+        step = metrics(run_dir, "recovered")[0]["step"] + 2
+        wait_for(lambda: metrics(run_dir)[-1]["step"] >= step, f"step {step}", lambda: _printed(outputs))
+        if how != "dies":
+            assert started[1].wait(100) == 1
+            assert "exitcode  : 75" in outputs[1].read_text(errors="replace")
+    finally:
+        hosts.set_link(1, "up")
+        for process in started:
+            process.kill()
+            process.wait()
+    lost = metrics(run_dir, "lost")
+    assert [(line["nodes"], line["ranks"], line["replicas"]) for line in lost] == [(["node1"], [1], 1)]
+    alone = tmp_path / "alone"
+    argv = tiny_overrides(text, alone, "trainer.steps=1000000", "schedule=constant", f"trainer.stop_at={step}")
+    subprocess.run([sys.executable, "train.py", *argv, "launch.device=cpu"], cwd=ROOT, check=False, timeout=100)
+    assert [line["loss"] for line in metrics(run_dir)[:step]] == pytest.approx(
+        [line["loss"] for line in metrics(alone)], rel=1e-6
+    )
+
+
+def test_second_host_stops_when_the_first_dies_since_it_cannot_continue(
+    hosts: Hosts, text: Path, tmp_path: Path
+) -> None:
+    outputs = [tmp_path / f"{host}.log" for host in range(2)]
+    started = start_recovering(hosts, text, tmp_path, outputs)
+    try:
+        started[0].kill()
+        assert started[1].wait(60) == 1
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert "exitcode  : 75" in outputs[1].read_text(errors="replace")
+    now = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (now["state"], now["exit_code"]) == ("stopped", 75), now
+    assert now["reason"].startswith("the first node is gone: its store at node0:29500")
+
+
 def test_run_in_a_bucket_resumes_on_one_host_after_the_other_is_lost(hosts: Hosts, text: Path, tmp_path: Path) -> None:
     """Each host has its own disk, which is empty when the host starts and ends with it."""
     disk, outputs = tmp_path / "disk", [tmp_path / f"{host}.log" for host in range(3)]

@@ -321,7 +321,7 @@ def test_processes_that_would_not_outlive_a_loss_are_refused_in_one_line(
     [
         ("parallel=ddp", 2, Processes("local", 1, 2)),
         ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, Processes("slurm", 2, 2)),
-        ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, Processes("kubernetes", 4, 1)),
+        ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, Processes("torchrun", 4, 1)),
         # A node has one stage of one replica.
         ("parallel=hsdp parallel.replicate=2 parallel.pipeline=2", 4, Processes("slurm", 4, 1)),
         ("parallel=hsdp parallel.replicate=2 parallel.pipeline=2", 4, Processes("local", 1, 4)),
@@ -343,7 +343,7 @@ def test_run_that_outlives_a_loss_is_accepted(arguments: str, world: int, proces
             {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "PET_RDZV_BACKEND": "c10d"},
             "with an elastic rendezvous of torchrun",
         ),
-        ({}, "with launch=kubernetes on one node"),
+        ({}, "with launch=kubernetes: a pod ends when another one leaves"),
     ],
 )
 def test_started_processes_are_recognized_by_their_environment(

@@ -92,7 +92,11 @@ class Recovery:
         self._watch.lose(rank, reason)
 
     def survives(self, error: BaseException) -> bool:
-        """Return whether ``error`` is the consequence of a loss after which this rank may continue."""
+        """Return whether ``error`` is the consequence of a loss after which this rank may continue.
+
+        Raises:
+            TrainingStopped: The first node is lost, which has the store of all nodes.
+        """
         if not isinstance(error, RuntimeError):
             return False
         is_loss = isinstance(error, DistNetworkError | DistStoreError) or is_broken_off(error)
@@ -100,8 +104,10 @@ class Recovery:
             return False
         try:  # if a rank has ended with an error message, all end
             return not self._session.exchange.has("failure")
-        except RuntimeError:  # the store is gone
-            return False
+        except RuntimeError:
+            if self._session.world_size == self._session.local_world_size:
+                return False  # the launcher has ended, which the signals of this process report
+            raise TrainingStopped(f"{first_node_is_gone()} has ended, through which the others agree") from None
 
     @property
     def is_fenced(self) -> bool:

@@ -43,7 +43,8 @@ class BucketRun:
         Raises ``UserError`` if another process trains there, or the bucket cannot be used.
         """
         self._folder = folder
-        store = open_store(url)
+        self._is_claimed = False
+        store = open_store(url, say=lambda line: None if self._is_claimed else say(line))
         job = next((f"{name} {os.environ[name]}" for name in _JOBS if os.environ.get(name)), "")
         try:
             self.head = Head.claim(store, job, say=say)
@@ -58,6 +59,7 @@ class BucketRun:
             ) from None
         self._upload = RecordUpload(store, self.head.epoch, folder.path, say, is_main=True, announce=self._announce)
         folder.join(self.head, self._upload.flush)
+        self._is_claimed = True  # from here on, failed uploads and saves are reported
 
     @property
     def epoch(self) -> int:

@@ -48,10 +48,14 @@ _MAY_SUCCEED_LATER = ("408", "409", "429")
 _Answer = TypeVar("_Answer")
 
 
-def open_store(url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_SECONDS) -> Store:
+def open_store(
+    url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_SECONDS,
+    say: Callable[[str], None] | None = None,
+) -> Store:  # fmt: skip
     """Return the folder in a bucket that ``key=url`` sets. No request is sent.
 
     Args:
+        say: Called with a line when a request has been repeated for a few seconds.
         retry_seconds: A request is repeated until the store has not answered this process for this long.
 
     Raises:
@@ -69,7 +73,7 @@ def open_store(url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_
             'eval "$(aws configure export-credentials --format env)", or use an instance or a service account with a '
             "role for this bucket"
         )
-    return ObjectStore(url, retry_seconds=retry_seconds)
+    return ObjectStore(url, retry_seconds=retry_seconds, say=say)
 
 
 def s3_endpoint() -> str:
@@ -136,9 +140,13 @@ _silences: defaultdict[str, _Silence] = defaultdict(_Silence)
 class ObjectStore:
     """A folder in a bucket, through obstore."""
 
-    def __init__(self, url: str, *, retry_seconds: float = _RETRY_SECONDS, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, url: str, *, retry_seconds: float = _RETRY_SECONDS, part_bytes: int = PART_BYTES,
+        say: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         import obstore
 
+        self._say = say
         self.url, self.part_bytes = url, part_bytes
         self.obstore: Any = obstore
         self._retry_seconds = retry_seconds
@@ -296,6 +304,10 @@ class ObjectStore:
                         raise
                 elif self._silence.seconds(began) > self._retry_seconds:
                     raise
+                elif self._say is not None and number == 0:
+                    self._say(
+                        f"waiting    up to {self._retry_seconds:.0f} s for {self.url}: {_reason(error, self.url)}"
+                    )
             else:
                 self._silence.end()
                 return answer

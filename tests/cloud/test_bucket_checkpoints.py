@@ -339,7 +339,7 @@ def test_upload_limit_applies_until_training_waits(url: str, text: Path, monkeyp
 def test_outage_during_a_save_costs_that_checkpoint_and_no_step(
     server: S3Server, folder: str, url: str, text: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store.open_store, "__kwdefaults__", {"retry_seconds": 1.0})
+    monkeypatch.setitem(object_store.open_store.__kwdefaults__, "retry_seconds", 1.0)
 
     def disturb(trainer: Trainer, step: int) -> None:
         if step == 3:

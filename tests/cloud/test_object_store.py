@@ -244,7 +244,8 @@ def test_outage_is_waited_for_once_by_all_requests(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     clock, tries = Clock(), 0
     monkeypatch.setattr(object_store, "time", clock)
-    stores = [open_store(f"s3://of-this-test/{name}") for name in "ab"]
+    said: list[str] = []
+    stores = [open_store(f"s3://of-this-test/{name}", say=said.append) for name in "ab"]
 
     def unanswered(*_: object, **__: object) -> None:
         nonlocal tries
@@ -265,6 +266,7 @@ def test_outage_is_waited_for_once_by_all_requests(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(store, "obstore", SimpleNamespace(get=unanswered, put=unanswered, head=absent))
     waited, tried = took(lambda: stores[0].get("a"))
     assert (180 < waited < 190, tried > 30) == (True, True), (waited, tried)
+    assert said == ["waiting    up to 180 s for s3://of-this-test/a: HTTP error: error sending request"]
     assert took(lambda: stores[0].put("a", b"1")) == (0.0, 1)
     assert took(lambda: stores[1].get("a")) == (0.0, 1)
     stores[1].begin_to_wait()

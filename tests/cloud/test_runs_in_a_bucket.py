@@ -304,7 +304,7 @@ def test_expired_credentials_cost_a_save_and_no_step(server: S3Server, folder: s
 def test_start_in_an_outage_can_be_repeated(
     server: S3Server, url: str, text: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store.open_store, "__kwdefaults__", {"retry_seconds": 0.3})
+    monkeypatch.setitem(object_store.open_store.__kwdefaults__, "retry_seconds", 0.3)
     server.set_faults(down=1.0)
     ended = run_here(tiny_overrides(text, url))
     assert ended.code == 75, ended.printed
@@ -330,7 +330,7 @@ def test_end_in_an_outage_loses_nothing_that_was_committed(
             server.set_faults(down=1.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(object_store.open_store, "__kwdefaults__", {"retry_seconds": 0.3})
+        patched.setitem(object_store.open_store.__kwdefaults__, "retry_seconds", 0.3)
         ended = run_here(tiny_overrides(text, url), disconnect)
     assert ended.code == 75, ended.printed
     warnings = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]

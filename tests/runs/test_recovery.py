@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serried.runtime.process import is_running
-from testing.recovery_storm import Death, Ended, faults, run, run_nodes, storm, words
+from testing.recovery_storm import Death, Ended, faults, run, run_nodes, words
 from testing.runs import ObservedRecipe, losses, metrics, run_here
 
 SHORT = ["trainer.steps=6", "trainer.eval_every=0", "checkpoint.every=3"]
@@ -60,17 +60,17 @@ def test_second_loss_while_the_others_recover(
     layout: str, deaths: list[Death], undisturbed: Undisturbed, text: Path, tmp_path: Path
 ) -> None:
     """A survivor that missed the result of the vote applies the update alone."""
-    ended = run(words(layout, text, tmp_path / "run"), deaths, tmp_path / "out")
-    recovers(ended, tmp_path / "run", undisturbed(layout), deaths)
+    ended = run(words(layout, text, tmp_path / "run", *SHORT), deaths, tmp_path / "out")
+    recovers(ended, tmp_path / "run", undisturbed(layout, *SHORT), deaths, 0)
 
 
 @pytest.mark.slow
 def test_frozen_rank_0_that_wakes_up_later_ends_without_touching_the_records(
     undisturbed: Undisturbed, text: Path, tmp_path: Path
 ) -> None:
-    """The others continue after ``recover.silence_seconds``; here they wait for its end before step 9."""
+    """The others continue after ``recover.silence_seconds``; here they wait for its end before step 4."""
     out = tmp_path / "out"
-    deaths = [Death(0, "forward", 5, signal.SIGSTOP), Death(1, "data", 10, 0)]
+    deaths = [Death(0, "forward", 3, signal.SIGSTOP), Death(1, "data", 5, 0)]
 
     def wake_up() -> None:
         if not (out / "process-0").exists() or not (tmp_path / "run" / "metrics.jsonl").exists():
@@ -81,9 +81,9 @@ def test_frozen_rank_0_that_wakes_up_later_ends_without_touching_the_records(
         elif metrics(tmp_path / "run", "recovered"):
             os.kill(process, signal.SIGCONT)
 
-    ended = run(words("ddp x3", text, tmp_path / "run"), deaths, out, on_look=wake_up)
-    recovers(ended, tmp_path / "run", undisturbed("ddp x3"), deaths)
-    assert "(rank 0) in step 5: rank 0 has given no sign of life for 10 s" in ended.printed
+    ended = run(words("ddp x3", text, tmp_path / "run", *SHORT), deaths, out, on_look=wake_up)
+    recovers(ended, tmp_path / "run", undisturbed("ddp x3", *SHORT), deaths, 0)
+    assert "(rank 0) in step 3: rank 0 has given no sign of life for 10 s" in ended.printed
     log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
     assert "the other processes continue without this one" in log
     assert [line["state"] for line in metrics(tmp_path / "run", "stop")] == ["finished"]
@@ -121,10 +121,3 @@ def test_all_state_of_a_step_is_kept(state: str, undisturbed: Undisturbed, text:
     ended = run(words(layout, text, tmp_path / "run", *SHORT, *more), deaths, tmp_path / "out")
     recovers(ended, tmp_path / "run", undisturbed(layout, *SHORT, *more), deaths, 0)
     assert metrics(tmp_path / "run", "recovered")[0]["rolled_forward"] > 0
-
-
-@pytest.mark.slow
-def test_storm_of_kills(tmp_path: Path) -> None:
-    found = storm(4, 3, tmp_path, layouts=["ddp x3"])
-    assert not found["wrong"], found
-    assert found["kills"] >= 4

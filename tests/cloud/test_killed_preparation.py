@@ -162,6 +162,24 @@ def test_clock_that_is_an_hour_off_changes_no_claim_of_a_preparation(server: S3S
 
 
 @pytest.mark.cloud
+def test_job_whose_files_are_removed_before_the_upload_is_not_marked_as_finished(
+    server: S3Server, folder: str, tmp_path: Path
+) -> None:
+    """A user's mistake, such as a bad row, removes the folder while earlier jobs are still being uploaded."""
+    cache, may_upload = SharedCache(server.url(folder), Progress(None, 1)), threading.Event()
+    for _ in range(cache._pool._max_workers):
+        cache._pool.submit(may_upload.wait)
+    for name in ("done-00000.json", "train-00000.bin"):
+        (tmp_path / name).write_bytes(b"{}")
+    cache.publish_job("key", tmp_path, 0)
+    (tmp_path / "train-00000.bin").unlink()
+    may_upload.set()
+    with pytest.raises(FileNotFoundError):
+        cache.wait_for_jobs()
+    assert not server.objects(folder)
+
+
+@pytest.mark.cloud
 def test_nodes_that_start_together_prepare_once(server: S3Server, folder: str, tmp_path: Path) -> None:
     put_text(server, folder)
     nodes = [start_node(section(server, folder, "cache"), tmp_path / name) for name in "ab"]

@@ -144,11 +144,12 @@ class SharedCache:
         """Upload the files of a finished job in the background."""
         done = f"done-{number:05d}.json"
         names = [f"{split}-{number:05d}.{kind}" for split in SPLITS for kind in _KINDS]
+        # Listed now: if an error removes the folder later, the upload fails, and the job is not marked as complete.
+        files = [file for name in ["tokenizer.json", *names] if (file := folder / name).exists()]
 
         def send(content: bytes) -> None:
-            for name in ["tokenizer.json", *names]:
-                if (folder / name).exists():
-                    send_file(self._store, f"{key}/{name}", folder / name)
+            for file in files:
+                send_file(self._store, f"{key}/{file.name}", file)
             self._store.put(f"{key}/{done}", content)  # last, since it marks the other files as complete
 
         self._uploads.append(self._pool.submit(send, (folder / done).read_bytes()))

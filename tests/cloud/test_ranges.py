@@ -284,6 +284,24 @@ def test_token_files_are_scanned_by_one_node(
     assert_equal(again, alone)
 
 
+def test_token_files_written_again_and_a_removed_folder_do_not_end_the_run(
+    server: S3Server, folder: str, tmp_path: Path
+) -> None:
+    """The same content has another tag. What is kept is a copy, which the run can do without."""
+    url = put_folder(server, folder, write_flat(tmp_path / "flat"))
+    before = prepared(url, tokenizer="bytes", fetch="ranges")
+    write_again(server, f"{folder}/a.bin")
+    bucket_paths.forget_listings()
+    again = prepared(url, tokenizer="bytes", fetch="ranges", fetch_limit="0.1MB")
+    assert again.folder == before.folder
+    stream, expected = again.stream("train"), np.fromfile(tmp_path / "flat" / "a.bin", "<u2")
+    assert np.array_equal(stream.read(0, 1000), expected[:1000])
+    assert (again.folder / "ranges.limit").read_text() == "100000\n"
+    shutil.rmtree(again.folder)
+    for start in (0, 100_000):
+        assert np.array_equal(stream.read(start, start + 1000), expected[start : start + 1000])
+
+
 def test_damaged_token_file_is_named_by_its_url(server: S3Server, folder: str) -> None:
     server.client().put_object(Bucket=BUCKET, Key=f"{folder}/c.bin", Body=b"abc")
     with pytest.raises(UserError) as error:

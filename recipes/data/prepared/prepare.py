@@ -365,6 +365,7 @@ def _prepare_files(
             folder = _fetch(name, section, cache, progress, shared)
         else:
             make_folder(folder, write, lambda: is_intact(folder), progress)
+            _update_ranges(folder, section, name, shared)
             if shared is not None:
                 shared.publish(name, folder)
     for remembered in (memo, at_url):

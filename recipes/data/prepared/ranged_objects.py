@@ -79,12 +79,11 @@ def read_objects(folder: Path) -> tuple[str, dict[str, StoredObject]]:
 def read_in_ranges(folder: Path, limit_bytes: int) -> None:
     """Create the sparse files of the objects of ``folder``. At most ``limit_bytes`` of their content is kept there."""
     _, objects = read_objects(folder)
-    for name, size_bytes in [
-        *((name, entry.size_bytes) for name, entry in objects.items()),
-        (_BLOCKS, 4 * sum(entry.blocks for entry in objects.values())),
-    ]:
+    for name, entry in objects.items():
         with (folder / name).open("wb") as file:
-            file.truncate(size_bytes)
+            file.truncate(entry.size_bytes)
+    # Not sparse: if the disk is full, writing to a mapped file without space would kill the process.
+    write_atomically(folder / _BLOCKS, bytes(4 * sum(entry.blocks for entry in objects.values())))
     use_limit(folder, limit_bytes)
 
 
@@ -169,16 +168,14 @@ class RangedFiles:
         begin = first * BLOCK_BYTES
         content = np.zeros(min(last * BLOCK_BYTES, entry.size_bytes) - begin, np.uint8)
         sums = self._sums[self._first_blocks[name] :][first:last]
-        with (self._folder / name).open("r+b", buffering=0) as file:
-            if not again and sums.any():
-                os.preadv(file.fileno(), [content.data], begin)
-            missing = [n for n, kept in enumerate(sums) if again or not kept or kept != _sum(_block(content, n))]
-            for blocks in _consecutive(missing):
-                offset = blocks.start * BLOCK_BYTES
-                part = content[offset : blocks.stop * BLOCK_BYTES]
-                self._objects.read_into(entry, begin + offset, part)
-                if self._may_keep(len(blocks)):
-                    self._keep(file.fileno(), begin + offset, part, sums[blocks.start : blocks.stop])
+        is_here = not again and sums.any() and self._read_kept(name, begin, content)
+        missing = [n for n, kept in enumerate(sums) if not is_here or not kept or kept != _sum(_block(content, n))]
+        for blocks in _consecutive(missing):
+            offset = blocks.start * BLOCK_BYTES
+            part = content[offset : blocks.stop * BLOCK_BYTES]
+            self._objects.read_into(entry, begin + offset, part)
+            if self._may_keep(len(blocks)):
+                self._keep(name, begin + offset, part, sums[blocks.start : blocks.stop])
         return content[start - begin : stop - begin]
 
     def _may_keep(self, blocks: int) -> bool:
@@ -189,10 +186,20 @@ class RangedFiles:
         self._kept_blocks += blocks
         return self._kept_blocks <= self._limit_blocks
 
-    def _keep(self, descriptor: int, offset: int, content: np.ndarray, sums: np.ndarray) -> None:
+    def _read_kept(self, name: str, offset: int, content: np.ndarray) -> bool:
+        """Fill ``content`` with what is kept. Return False if it cannot be read."""
         try:
-            os.pwrite(descriptor, content.data, offset)
-        except OSError:  # the disk is full: what is read later is not kept
+            with (self._folder / name).open("rb", buffering=0) as file:
+                os.preadv(file.fileno(), [content.data], offset)
+        except OSError:  # the folder was removed, or the disk fails
+            return False
+        return True
+
+    def _keep(self, name: str, offset: int, content: np.ndarray, sums: np.ndarray) -> None:
+        try:
+            with (self._folder / name).open("r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), content.data, offset)
+        except OSError:  # the disk is full, or the folder was removed: what is read later is not kept
             self._limit_blocks = 0
             return
         sums[:] = [_sum(_block(content, number)) for number in range(len(sums))]

@@ -216,20 +216,18 @@ def download_objects(store: Store, files: Sequence[ObjectCopy], show: Callable[[
     done, lock = 0, threading.Lock()
     left: dict[Path, int] = {}
 
-    def fetch(file: ObjectCopy, temporary: Path, start: int, length: int) -> None:
+    def fetch(wanted: ObjectCopy, temporary: Path, start: int, length: int) -> None:
         nonlocal done
         view = memoryview(bytearray(length))
         try:
-            store.read_into(file.name, start, view, file.tag)
+            store.read_into(wanted.name, start, view, wanted.tag)
         except Conflict:
             raise UserError(
-                f"{store.where(file.name)} changed while it was being read; run again when nothing writes to it"
+                f"{store.where(wanted.name)} changed while it was being read; run again when nothing writes to it"
             ) from None
-        descriptor = os.open(temporary, os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, view, start)
-        finally:
-            os.close(descriptor)
+        with temporary.open("r+b") as file:  # on a disk that is almost full, os.pwrite may write less than this
+            file.seek(start)
+            file.write(view)
         with lock:
             left[temporary] -= 1
             is_complete = not left[temporary]
@@ -237,7 +235,9 @@ def download_objects(store: Store, files: Sequence[ObjectCopy], show: Callable[[
             if show is not None:
                 show(done, total)
         if is_complete:
-            temporary.replace(file.path)
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())  # after a power loss, a file with its final name is complete
+            temporary.replace(wanted.path)
 
     def pieces() -> Iterator[tuple[ObjectCopy, Path, int, int]]:
         for file in files:

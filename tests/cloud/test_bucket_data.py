@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from serried.configs import bucket_paths
 from serried.configs.errors import UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
-from serried.records.bucket_files import check_space
+from serried.records.bucket_files import ObjectCopy, check_space, download_objects
 from testing.s3_server import BUCKET, S3Server
 
 pytestmark = pytest.mark.cloud
@@ -156,6 +158,22 @@ if child == 0:
     os._exit(0 if Path(path).read_bytes() == b"one" else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
+
+
+def test_file_that_the_disk_took_only_in_part_gets_no_name(tmp_path: Path) -> None:
+    """Then ``os.pwrite`` reports fewer bytes, and no error. Here it is the largest size of files of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def read_into(*_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, before[1]))
+
+    store: Any = SimpleNamespace(read_into=read_into)
+    try:
+        with pytest.raises(OSError, match="too large"):
+            download_objects(store, [ObjectCopy("a", 5 * 2**20, "tag", tmp_path / "a")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "a").exists()
 
 
 def test_process_that_read_a_bucket_can_fork(server: S3Server, folder: str) -> None:

@@ -233,9 +233,10 @@ def _npy_layout(path: Path, named: str) -> tuple[str, int, int]:
         array = np.lib.format.open_memmap(path, mode="r")  # refuses pickled Python objects
     except (ValueError, EOFError) as error:
         raise UserError(f"{named} is not a complete .npy file: {error}; create it again") from error
-    if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
+    if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not array.dtype.isnative or not len(array):
+        dtype = array.dtype.name if array.dtype.isnative else f"{array.dtype.name} with swapped bytes"
         raise UserError(
-            f"{named} has an array of dtype {array.dtype.name} and shape {list(array.shape)}, not a list of tokens; "
+            f"{named} has an array of dtype {dtype} and shape {list(array.shape)}, not a list of tokens; "
             "save a one-dimensional array of uint16 or uint32"
         )
     return array.dtype.name, int(array.offset), len(array)

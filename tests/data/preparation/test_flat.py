@@ -138,6 +138,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
             r"a\.npy has an array of dtype uint16 and shape \[2, 3\], not a list of tokens",
         ),
         ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy has an array of dtype float32 and shape \[3\]"),
+        ("a.npy", np.zeros(3, ">u2"), {}, r"a\.npy has an array of dtype uint16 with swapped bytes and shape \[3\]"),
         ("a.txt", b"x", {"path": ""}, r"none of the 1 files in it ends in \.bin \.npy"),
         ("train.bin", b"\1\0", {"path": "trian.bin"}, r"trian\.bin does not .*did you mean data\.path=.*/train\.bin"),
         (

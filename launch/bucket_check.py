@@ -49,7 +49,9 @@ def _check_rights(store: Store, found: BucketReport) -> None:
             return call()
         except StoreError as error:
             found.problems.append(f"{store.url} cannot be used ({action}): {error}")
-            return None
+        except Conflict:  # an earlier try wrote it
+            found.problems.append(f"{store.url} cannot be checked ({action}): an answer was lost; repeat the command")
+        return None
 
     tag = attempt("PutObject", lambda: store.put(key, b"1", ABSENT))
     if tag is None:

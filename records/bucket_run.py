@@ -48,11 +48,14 @@ class BucketRun:
         job = next((f"{name} {os.environ[name]}" for name in _JOBS if os.environ.get(name)), "")
         try:
             self.head = Head.claim(store, job, say=say)
-            _replace_records(folder.path, self.head)
+            try:
+                _replace_records(folder.path, self.head)
+            except BaseException:
+                self.head.release()
+                raise
         except StoreError as error:
             raise ended_by(error, f"cannot use run.dir={url}: {error}") from None
         except OSError as error:
-            self.head.release()
             raise UserError(
                 f"cannot write the scratch folder {folder.path}: {error.strerror}; set SERRIED_SCRATCH to another "
                 "folder"

@@ -30,6 +30,8 @@ PATIENCE_SECONDS, RENEW_SECONDS = 45.0, 10.0
 """Time without a renewal after which a claim expires, and interval of renewals."""
 _VERSION = 1
 _TRIES = 30
+_REPEAT_SECONDS = 120.0
+"""Time after which a write without an answer is not repeated. The store itself repeats it for some time."""
 _ATTEMPT = re.compile(r"[0-9]{8,255}-[0-9]{1,20}-[0-9a-f]{8}", re.ASCII)
 
 
@@ -288,6 +290,7 @@ class Head:
         with self._lock:
             if self._fenced is not None:
                 raise Fenced(self._fenced)
+            began = time.monotonic()
             for number in range(_TRIES):
                 new = copy.deepcopy(self._content)
                 change(new)
@@ -312,7 +315,8 @@ class Head:
                     owner = _name(there) if there else "a process that removed its head"
                     self._fenced = f"{owner} has taken over {self.store.url}; this process writes nothing more"
                     raise Fenced(self._fenced)
-                if problem is not None and not isinstance(problem, Unclear):
+                is_over = time.monotonic() - began > _REPEAT_SECONDS
+                if problem is not None and (is_over or not isinstance(problem, Unclear)):
                     raise problem
                 time.sleep(min(5.0, 0.1 * 2**number))
             else:

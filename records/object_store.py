@@ -4,6 +4,7 @@ A process that has used a store must not fork: the child would hang at its first
 """
 
 import itertools
+import math
 import os
 import queue
 import re
@@ -56,7 +57,7 @@ def open_store(
 
     Args:
         say: Called with a line when a request has been repeated for a few seconds.
-        retry_seconds: A request is repeated until the store has not answered this process for this long.
+        retry_seconds: A request is repeated until the store has not answered it, or this process, for this long.
 
     Raises:
         UserError: The URL is invalid, obstore is not installed, or there are no credentials.
@@ -117,15 +118,18 @@ class _Silence:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._answered_at = -math.inf
 
     def end(self) -> None:
         """Note an answer, or start to wait again."""
-        self._since = None
+        self._answered_at, self._since = time.monotonic(), None
 
     def seconds(self, began: float) -> float:
         """Note that there was no answer to a request that ``began`` at this time of ``time.monotonic()``. Returns how
         long there has been none."""
-        since = self._since = began if self._since is None else self._since
+        since = self._since
+        if since is None:
+            since = self._since = max(began, self._answered_at)
         return time.monotonic() - since
 
     def lasts(self, seconds: float) -> bool:
@@ -286,10 +290,11 @@ class ObjectStore:
             raise kind(f"{self.where(key)}: {_reason(error, self.url)}") from None
 
     def _answer(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return what ``call`` returns. Repeats it if the store does not answer, until there has been no answer to any
-        request for the time that the store is given."""
+        """Return what ``call`` returns. Repeats it if the store does not answer, until there has been no answer to this
+        or to any request for the time that the store is given."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
+        first = time.monotonic()
         for number in itertools.count():
             began = time.monotonic()
             try:
@@ -302,7 +307,7 @@ class ObjectStore:
                     self._silence.end()
                     if _is_refused(error) or number == _TRIES - 1:
                         raise
-                elif self._silence.seconds(began) > self._retry_seconds:
+                elif self.gives_up(first, began):
                     raise
                 elif self._say is not None and number == 0:
                     self._say(
@@ -322,10 +327,14 @@ class ObjectStore:
         )
         self._silence.end()
 
-    def is_silent(self, began: float) -> bool:
-        """Note that there was no answer to a request that ``began`` at this time of ``time.monotonic()``. Returns
-        whether it should not be repeated."""
-        return self._silence.seconds(began) > self._retry_seconds
+    def gives_up(self, first: float, began: float) -> bool:
+        """Note that there was no answer to a request that ``began`` at this time of ``time.monotonic()``, and was sent
+        for the ``first`` time before that. Returns whether it should not be repeated.
+
+        A store may answer reads but no writes, for example if its disk is full.
+        """
+        is_silent = self._silence.seconds(began) > self._retry_seconds
+        return is_silent or time.monotonic() - first > self._retry_seconds
 
     def _tag(self, meta: Any) -> str:
         """Return the tag that a later write may expect. Google compares the version (generation), others the e_tag."""
@@ -456,7 +465,7 @@ class ObjectUpload:
         self._part = bytearray()
 
     def _run(self) -> None:
-        store = self._store
+        store, first = self._store, time.monotonic()
         try:
             while True:
                 began = time.monotonic()
@@ -465,7 +474,7 @@ class ObjectUpload:
                     break
                 except Exception as error:
                     # The library does not repeat the request that starts an upload. Until then nothing is lost.
-                    if not _is_unanswered(error) or store.is_silent(began) or self._parts_taken:
+                    if not _is_unanswered(error) or store.gives_up(first, began) or self._parts_taken:
                         raise
                 time.sleep(_FIRST_WAIT_SECONDS)
         except BaseException as error:

@@ -101,7 +101,7 @@ class Saver:
 
         Raises:
             TrainingFailed: The last checkpoint could not be saved.
-            TrainingStopped: It could not be saved since another process has taken over the run, or the bucket does not
+            TrainingStopped: It could not be saved since another process has taken over the run, or the bucket did not
                 answer.
         """
         started = time.perf_counter()
@@ -145,7 +145,7 @@ class Saver:
             raise TrainingStopped(saved.problem)
         if is_last:
             what = f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}"
-            if self._context.session.once(lambda: self.checkpointer.is_away):
+            if any(self._context.session.gather(self.checkpointer.had_no_answer)):
                 raise TrainingStopped(what)
             raise TrainingFailed(f"{what}. Fix the cause, then run the same command again")
         self._log.not_saved(saved.step, saved.problem, newest)

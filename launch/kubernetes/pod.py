@@ -368,9 +368,9 @@ class Node:
             return verdict(self._run_dir, self._start, is_recorded=self._index == 0, has_lost_pod=has_lost_pod)
         newest = self._ends.newest_checkpoint
         found = verdict(self._run_dir, self._start, has_lost_pod=has_lost_pod, newest_checkpoint=newest)
-        self._ends.upload(self._start.parent / ENDS)
-        if found[0] == EXIT_STOPPED and not asked and not has_lost_pod and not self._ends.can_be_read():
-            return EXIT_UNAVAILABLE, found[1]  # counts, or a wrong address would start pods forever
+        is_kept = self._ends.upload(self._start.parent / ENDS)
+        if found[0] == EXIT_STOPPED and not asked and not has_lost_pod and not is_kept:
+            return EXIT_UNAVAILABLE, found[1]  # counts, or a wrong address or a full store would start pods forever
         return found if failed else (EXIT_FINISHED, found[1])
 
     def final_status(self, patience_seconds: float = _ENDING_SECONDS) -> Status | None:
@@ -412,18 +412,12 @@ class _EndsInBucket:
             if (found := self._store.get(self._key)) is not None:
                 path.write_bytes(found[0][-_MOST_ENDS_BYTES:])
 
-    def can_be_read(self) -> bool:
-        """Return whether the bucket answers."""
-        try:
-            self._store.stat(self._key)
-        except StoreError:
-            return False
-        return True
-
-    def upload(self, path: Path) -> None:
-        """Write the file at ``path`` to the bucket."""
+    def upload(self, path: Path) -> bool:
+        """Write the file at ``path`` to the bucket. Returns whether that worked."""
         with suppress(OSError):
             self._store.put(self._key, path.read_bytes())
+            return True
+        return False
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint; None if there is none."""

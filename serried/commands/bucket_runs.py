@@ -17,7 +17,7 @@ from serried.records.head import HEAD, Head
 from serried.records.object_store import open_store
 from serried.records.record_upload import download_records, records_folder, remove_records
 from serried.records.status import read_status
-from serried.records.store import StoreError
+from serried.records.store import Conflict, StoreError
 from serried.runtime.process import say
 from serried.saved import find_run, is_run
 
@@ -117,6 +117,8 @@ def repair(words: list[str]) -> int:
         steps = ", ".join(str(entry.step) for entry in content.checkpoints)
         _confirm(given, f"write {store.where(HEAD)} with the checkpoints {steps}? No process may train there.")
         store.put(HEAD, content.to_json(), expected)
+    except Conflict:
+        raise UserError(f"{store.where(HEAD)} has changed in the meantime; see serried status {url}") from None
     except StoreError as error:
         raise UserError(f"cannot use run.dir={url}: {error}") from None
     return say(f"repaired   {url}: checkpoints {steps}")

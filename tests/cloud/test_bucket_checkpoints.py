@@ -10,13 +10,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.records import bucket_run, object_store, run_folder
 from serried.records.head import Entry, Head, read_head
 from serried.records.object_store import ObjectStore, open_store
 from serried.records.ranged_files import RangedFile
 from serried.records.store import StoreError
+from serried.runtime.session import Session
 from serried.trainer.checkpoint.bucket_checkpoints import BucketCheckpoints, Pace, download
 from serried.trainer.checkpoint.manifest import check_files, read_manifest
 from serried.trainer.monitor.control_file import Control
@@ -224,6 +227,39 @@ def test_full_scratch_disk_is_a_mistake_and_the_claim_ends(
         head = read_head(open_store(started))
         assert head is not None
         assert head.state == "free"
+
+
+def test_start_that_cannot_read_its_records_ends_its_claim(
+    started: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise StoreError("records/1/a does not exist")
+
+    monkeypatch.setattr(bucket_run, "download_records", missing)
+    ended = run_here(tiny_overrides(text, started))
+    assert ended.code == 78, ended.printed
+    assert f"cannot use run.dir={started}: records/1/a does not exist" in ended.printed
+    head = read_head(open_store(started))
+    assert head is not None
+    assert head.state == "free"
+
+
+def test_save_without_an_answer_differs_from_a_refused_one(server: S3Server, url: str, tmp_path: Path) -> None:
+    """A last save without an answer ends the run with 75, even if the store answers again by then."""
+    config = compose(["recipe=tiny"])
+    session = Session((0, 0, 1, 1), torch.device("cpu"), config.launch)
+    checkpoints = BucketCheckpoints(open_store(url, retry_seconds=0.1), tmp_path, config.checkpoint, session, None)
+    for fault, had_no_answer in (("down", True), ("expired", False)):
+        files = checkpoints.files("00000001-1-00000000")
+        assert not checkpoints.had_no_answer
+        files.open("a")
+        files.append("a", [memoryview(b"1")], 1)
+        server.set_faults(**{fault: 1.0})
+        with pytest.raises(StoreError) as failed:
+            files.close("a", is_whole=True)
+        server.set_faults()
+        assert "/checkpoints/00000001-1-00000000/a" in files.reason("a", failed.value)
+        assert checkpoints.had_no_answer == had_no_answer
 
 
 @pytest.mark.parametrize("knows", [True, False])

@@ -89,7 +89,7 @@ def test_fetched_run_is_a_run_folder_that_trains_on(
 
 
 def test_lost_head_is_rebuilt_after_asking(
-    server: S3Server, folder: str, text: Path, capfd: pytest.CaptureFixture[str]
+    server: S3Server, folder: str, text: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = server.url(folder)
     assert run_here(tiny_overrides(text, url, "trainer.stop_at=4")).code == 75
@@ -108,6 +108,11 @@ def test_lost_head_is_rebuilt_after_asking(
     assert run_here(tiny_overrides(text, url)).code == 78
     assert serried(["repair", url]) == 78
     assert "Add yes=true to confirm" in capfd.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket_runs, "_confirm", lambda *_: store.put("head.json", b"{}"))
+        assert serried(["repair", url]) == 78
+        assert f"{url}/head.json has changed in the meantime; see serried status" in capfd.readouterr().err
+    store.delete(["head.json"])
     assert serried(["repair", url, "yes=true"]) == 0
     after = read_head(store)
     assert after is not None

@@ -4,11 +4,13 @@ import json
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serried.configs.errors import UserError
+from serried.records import head as head_module
 from serried.records.bucket_run import CONTROL, new_request, rebuilt_head
 from serried.records.head import HEAD, Earlier, Entry, Fenced, Head, HeadContent, read_head
 from serried.records.object_store import ObjectStore
@@ -109,7 +111,7 @@ def test_one_of_four_concurrent_claims_wins(store: ObjectStore) -> None:
 
     def start() -> None:
         with suppress(UserError):
-            won.append(claim(store, patience_seconds=2.0, renew_seconds=0.1))
+            won.append(claim(store, patience_seconds=10.0, renew_seconds=0.1))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
@@ -285,4 +287,23 @@ def test_request_is_followed_although_the_note_of_it_got_no_answer(
     assert request is not None
     assert request[0] == "stop"
     assert new_request(head, request[1]) is None
+    head.release()
+
+
+def test_write_that_the_store_never_answers_ends_although_reads_are_answered(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, waited_seconds = claim(store), 0.0
+
+    def has_no_space(*_: object) -> str:
+        nonlocal waited_seconds
+        waited_seconds += 180.0  # the store repeats it for so long
+        raise Unclear("the server answers 507 Insufficient Storage")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put", has_no_space)
+        patched.setattr(head_module, "time", SimpleNamespace(monotonic=lambda: waited_seconds, sleep=lambda _: None))
+        with pytest.raises(Unclear):
+            head.renew()
+    assert waited_seconds == 180.0
     head.release()

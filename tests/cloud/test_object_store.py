@@ -275,6 +275,34 @@ def test_outage_is_waited_for_once_by_all_requests(monkeypatch: pytest.MonkeyPat
     assert took(lambda: stores[1].put("a", b"1"))[0] > 180
 
 
+def test_write_without_an_answer_ends_although_reads_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore.exceptions import BaseError
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    clock = Clock()
+    monkeypatch.setattr(object_store, "time", clock)
+    store = open_store("s3://full/a")
+
+    def absent(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    def has_no_space(*_: object, **__: object) -> None:
+        assert clock.seconds < 1000
+        clock.sleep(1.0)
+        assert store.stat("b") is None  # by another thread
+        raise BaseError("Server returned non-2xx status code: 507 Insufficient Storage: ")
+
+    monkeypatch.setattr(store, "obstore", SimpleNamespace(put=has_no_space, head=absent))
+    with pytest.raises(Unclear, match="the server answers 507 Insufficient Storage"):
+        store.put("a", b"1")
+    assert 180 < clock.seconds < 190
+    began, clock.seconds = clock.seconds, 1000.0  # an upload that took long, while other requests were answered
+    assert store.stat("b") is None
+    assert isinstance(store, ObjectStore)
+    assert not store.gives_up(clock.seconds, began)
+
+
 def test_reason_of_an_outage_is_a_few_words(server: S3Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ObjectStore(server.url(folder), retry_seconds=0.3)
     server.set_faults(down=1.0)

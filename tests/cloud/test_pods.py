@@ -15,7 +15,9 @@ from serried.launch.kubernetes import pod
 from serried.launch.kubernetes.manifests import FAILURE_POLICY
 from serried.launch.kubernetes.pod import Node
 from serried.program import main
+from serried.records.object_store import ObjectStore
 from serried.records.status import Status, write_status
+from serried.records.store import Unclear
 from testing.disturb import send
 from testing.runs import losses, run_here, tiny_overrides
 from testing.s3_server import SECRET, S3Server
@@ -107,6 +109,10 @@ def test_stop_counts_if_the_bucket_does_not_answer(
     """Otherwise a wrong address would start pods forever."""
     monkeypatch.setenv("SERRIED_SCRATCH", str(tmp_path))
     monkeypatch.setattr(pod, "_BUCKET_RETRY_SECONDS", 0.3)
+
+    def refuse(*_: object) -> str:
+        raise Unclear("the server answers 507 Insufficient Storage")
+
     node = Node(
         {**os.environ, "SERRIED_RUN_DIR": server.url(folder), "SERRIED_JOB": "uid", "JOB_COMPLETION_INDEX": "0"}
     )
@@ -120,6 +126,11 @@ def test_stop_counts_if_the_bucket_does_not_answer(
     assert (code, line) == (69, "stopped at step 0: cannot use run.dir: no answer in time")
     assert node.judge(stopped, node.final_status(), asked="SIGTERM", has_lost_pod=False)[0] != 69
     server.set_faults()
+    (run_dir / "kubernetes/ends.jsonl").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "put", refuse)
+        code, _ = node.judge(stopped, node.final_status(), asked=None, has_lost_pod=False)
+    assert code == 69, "a crash loop of a store that only reads would not be noticed"
     (run_dir / "kubernetes/ends.jsonl").unlink()
     assert node.judge(stopped, node.final_status(), asked=None, has_lost_pod=False)[0] == EXIT_STOPPED
     rules = FAILURE_POLICY["rules"]

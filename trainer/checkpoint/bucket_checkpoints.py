@@ -78,6 +78,8 @@ class BucketFiles:
         self._prefix = prefix
         self._pace = pace
         self._open: tuple[str, Upload] | None = None
+        self.had_no_answer = False
+        """Whether a file could not be written because the store did not answer."""
 
     def open(self, name: str) -> None:
         self._finish()
@@ -106,6 +108,7 @@ class BucketFiles:
 
     def reason(self, name: str, error: OSError | MemoryError) -> str:
         if isinstance(error, StoreError):
+            self.had_no_answer = isinstance(error, NoAnswer)
             return str(error)
         reason = getattr(error, "strerror", None) or "out of memory"
         return f"cannot write {self._store.where(f'{self._prefix}/{name}')}: {reason}"
@@ -126,6 +129,8 @@ class BucketCheckpoints:
         limit = section.upload_bytes_per_second
         self._pace = Pace(limit / session.local_world_size) if limit else None
         self._saves = 0
+        self._files: BucketFiles | None = None
+        self._commit_had_no_answer = False
 
     @property
     def _head(self) -> Head:
@@ -143,7 +148,8 @@ class BucketCheckpoints:
 
     def files(self, attempt: str) -> BucketFiles:
         self._store.begin_to_wait()  # a save is not given up because of an outage before it
-        return BucketFiles(self._store, f"checkpoints/{attempt}", self._pace)
+        self._files, self._commit_had_no_answer = BucketFiles(self._store, f"checkpoints/{attempt}", self._pace), False
+        return self._files
 
     def hurry(self, is_urgent: bool) -> None:
         if self._pace is not None:
@@ -172,6 +178,7 @@ class BucketCheckpoints:
             entry = Entry(step, attempt, sum(record.size for record in records.values()), _validation(state))
             gone = self._head.commit(entry, lambda new: self._retain(new, state))
         except (Fenced, StoreError) as error:
+            self._commit_had_no_answer = isinstance(error, NoAnswer)
             return str(error)
         except OSError as error:
             return f"cannot write {self._store.where(prefix)}: {error.strerror}"
@@ -250,15 +257,9 @@ class BucketCheckpoints:
         return self._folder is None or self._head.is_ours
 
     @property
-    def is_away(self) -> bool:
-        """Whether the store does not answer."""
-        try:
-            self._store.stat(HEAD)
-        except NoAnswer:
-            return True
-        except StoreError:
-            pass  # an answer
-        return False
+    def had_no_answer(self) -> bool:
+        """Whether the last save failed on this rank because the store did not answer."""
+        return self._commit_had_no_answer or (self._files is not None and self._files.had_no_answer)
 
     def where(self, step: int) -> str:
         entries = [entry for entry in self._head.content.checkpoints if entry.step == step]

@@ -49,8 +49,8 @@ class Checkpoints(Protocol):
         """Whether no other process has taken over the run in the bucket."""
 
     @property
-    def is_away(self) -> bool:
-        """Whether the bucket does not answer. Asked on rank 0."""
+    def had_no_answer(self) -> bool:
+        """Whether the last save failed on this rank because the bucket did not answer."""
 
     def path(self, step: int) -> Path:
         """Return the folder through which the checkpoint of ``step`` is read."""
@@ -113,7 +113,7 @@ class FolderCheckpoints:
         self._session = session
 
     is_ours = True
-    is_away = False
+    had_no_answer = False
 
     def path(self, step: int) -> Path:
         return self._folder / folder_name(step)

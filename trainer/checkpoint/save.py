@@ -240,9 +240,9 @@ class Checkpointer:
         self._copies.allocate(held, self._plan, self._ranks.rank_of_block)
 
     @property
-    def is_away(self) -> bool:
-        """Whether the bucket with the checkpoints does not answer. Asked on rank 0."""
-        return self._checkpoints.is_away
+    def had_no_answer(self) -> bool:
+        """Whether the last save failed on this rank because the bucket did not answer."""
+        return self._checkpoints.had_no_answer
 
     @property
     def is_begun(self) -> bool:

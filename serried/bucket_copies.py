@@ -40,14 +40,31 @@ def with_local_copies(command: str, words: Sequence[str]) -> list[str]:
             has_copy, before = True, word.removesuffix(url)
             url = check_bucket_url(url, "run.dir")
             runs = runs_at(url) if command == "status" else [url]
-            with ThreadPoolExecutor(_RUNS_AT_ONCE) as pool:
-                copies = [*pool.map(lambda run: _copy(command, run, steps[-1:]), runs)]
-            replaced += [f"{before}{copy}" for copy in copies]
+            replaced += [f"{before}{copy}" for copy in _copies(command, runs, steps[-1:])]
         else:
             replaced.append(word)
     if has_copy and command == "report" and not any(word.startswith("out=") for word in words):
         replaced.append("out=report.html")  # not in the copy
     return replaced
+
+
+def _copies(command: str, runs: Sequence[str], steps: Sequence[str]) -> list[Path]:
+    """Copy ``runs``. Those that cannot be read are reported and left out. Raises ``UserError`` if none can be read."""
+
+    def copy(run: str) -> Path | UserError:
+        try:
+            return _copy(command, run, steps)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(_RUNS_AT_ONCE) as pool:
+        answers = [*pool.map(copy, runs)]
+    errors = [answer for answer in answers if isinstance(answer, UserError)]
+    for error in errors:
+        if len(errors) == len(runs):
+            raise error
+        print(f"WARNING    {error}", file=sys.stderr, flush=True)
+    return [answer for answer in answers if not isinstance(answer, UserError)]
 
 
 def runs_at(url: str) -> list[str]:

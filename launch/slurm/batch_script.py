@@ -249,6 +249,7 @@ def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], r
         "requeue": str(slurm.requeue).lower(),
         "recover": str(config.recover.mode == "memory").lower(),
         "processes": str(processes_per_node(config.launch)),
+        "bucket": "",  # sbatch passes variables of the user's shell on, which may have one of this name
     }
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     lines.append(f"srun_options=({shlex.join(shlex.split(slurm.srun_options or ''))})")

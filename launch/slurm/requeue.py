@@ -145,8 +145,13 @@ def verdict_of(run: str, start: Path) -> tuple[int, str]:
     """Return the ``verdict`` of the run at ``run``, a path or the URL of a run in a bucket."""
     if not is_bucket_url(run):
         return verdict(Path(run), start)
-    store = open_store(run, retry_seconds=_BUCKET_RETRY_SECONDS)
-    return verdict(scratch_folder(run), start, newest_checkpoint=partial(newest_in_bucket, store))
+
+    def newest_checkpoint() -> int | None:
+        with suppress(UserError):  # no credentials outside of the job's steps
+            return newest_in_bucket(open_store(run, retry_seconds=_BUCKET_RETRY_SECONDS))
+        return None
+
+    return verdict(scratch_folder(run), start, newest_checkpoint=newest_checkpoint)
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ def clean(words: list[str]) -> int:
 
 
 def _clean_cache(given: dict[str, str]) -> int:
-    cache = given.get("data.cache_dir")
-    if "prepared" in given and is_bucket_url(cache):
+    cache, is_clear = given.get("data.cache_dir"), len({"run.dir", "downloads", "prepared"} & {*given}) == 1
+    if is_clear and "prepared" in given and is_bucket_url(cache):
         from serried.recipes.data.prepared.shared_cache import remove_unfinished
 
         days, cache = (
@@ -160,7 +160,7 @@ def _clean_cache(given: dict[str, str]) -> int:
         except StoreError as error:
             raise UserError(f"cannot use data.cache_dir={cache}: {error}") from None
         return say(f"cleaned    {cache}: removed {removed} unfinished preparations")
-    if "downloads" not in given or is_bucket_url(cache):
+    if not is_clear or "downloads" not in given or is_bucket_url(cache):
         raise UserError(
             "serried clean of a cache is serried clean downloads=DAYS, with data.cache_dir=FOLDER if it is there, or "
             "serried clean prepared=DAYS data.cache_dir=s3://BUCKET/PATH"

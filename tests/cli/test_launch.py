@@ -436,7 +436,13 @@ def test_script_is_the_one_for_use_by_hand_with_other_settings() -> None:
     assert text.partition(mark)[2] == by_hand.partition(mark)[2]
     assert by_hand.partition(mark)[2]
     lines = text.splitlines()
-    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --partition=gpu", "#SBATCH --array=0-1", "processes=4"} <= set(lines)
+    assert {
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --array=0-1",
+        "processes=4",
+        "bucket=''",
+    } <= set(lines)
     assert [line for line in lines if "run_dir=" in line and "tiny-lr-0.003" in line]
     assert "dry_run" not in text, "it would only print itself"
     for shell in (text, by_hand):

@@ -139,6 +139,11 @@ def test_status_of_a_folder_of_runs_lists_them(
     assert not [line for line in server.requests()[before:] if "checkpoints/" in line]
     assert serried(["status", f"run.dir={parent}"]) == 0
     assert capfd.readouterr().out.count(f"run     {trained}\nstate   finished: all steps done, exit code 0\n") == 2
+    open_store(f"{parent}/damaged").put("head.json", b"{}")
+    assert serried(["status", parent]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.count("state   finished") == 2
+    assert f"WARNING    {parent}/damaged/head.json cannot be used" in shown.err
 
 
 def test_unfinished_data_and_unused_downloads_are_removed(
@@ -150,8 +155,11 @@ def test_unfinished_data_and_unused_downloads_are_removed(
     unfinished, complete = "a" * 32, "b" * 32
     for name in (f"{unfinished}/done-00000.json", f"{complete}/train-00000.bin", f"{complete}/summary.json", "memos/a"):
         store.put(name, b"{}")
-    for words in (["prepared=1"], ["downloads=1"], [f"data.cache_dir={url}"]):
-        assert serried(["clean", *words, *([f"data.cache_dir={url}"] if words == ["downloads=1"] else [])]) == 78
+    for words in (
+        ["prepared=1"], ["downloads=1", f"data.cache_dir={url}"], [f"data.cache_dir={url}"], [url, "downloads=1"],
+        ["downloads=1", "prepared=1", f"data.cache_dir={url}"],
+    ):  # fmt: skip
+        assert serried(["clean", *words]) == 78
         assert "serried clean downloads=DAYS" in capfd.readouterr().err
     assert serried(["clean", "prepared=1", f"data.cache_dir={url}"]) == 0
     assert "removed 0 unfinished preparations" in capfd.readouterr().out

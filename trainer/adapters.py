@@ -17,6 +17,7 @@ from serried.configs.hugging_face.adapter_folder import (
     ADAPTER_CONFIG,
     PREFIX,
     ROWS_END,
+    adapted_layers,
     described_adapters,
     layer_value,
     matches_layer,
@@ -355,9 +356,12 @@ class Adapters:
 
     def check_folder(self, folder: Path) -> None:
         """Raise ``UserError`` if the PEFT adapters in ``folder`` do not match these adapters."""
-        found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs)
-        theirs = set(found["modules"])
-        if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()} - self._experts.labels:
+        tensors = TensorFolder(folder, ADAPTER).specs
+        found = described_adapters(folder, tensors)
+        linear = {_module_of(weight.name) for weight in self._weights.values()}
+        layers = adapted_layers(read_json(folder / ADAPTER_CONFIG), tensors)
+        theirs = {name if name in linear else layer for name, layer in layers.items()}  # a user's experts are linear
+        if unknown := theirs - linear - self._experts.labels:
             raise UserError(unknown_layer(folder, min(unknown)))
         keys = {key: shown(found[key]) for key in ("method", "scale")}
         differing = {key: value for key, value in keys.items() if value != shown(getattr(self._section, key))}

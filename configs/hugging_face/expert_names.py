@@ -57,7 +57,7 @@ def layers_of(names: Collection[str], parameters: Collection[str]) -> dict[str, 
     for name in names:
         outer = name.removesuffix(_INNER)
         if not outer.endswith(".experts"):
-            layers[name] = for_all_experts(name)
+            layers[name] = for_all_experts(name) if single_matrix(name) else name
         elif outer != name or (f"{outer}{_INNER}" not in names and _is_target(f"{outer}.gate_up_proj", parameters)):
             layers[name] = f"{outer}.gate_up_proj"
         else:

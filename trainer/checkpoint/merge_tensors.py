@@ -101,13 +101,14 @@ class Merged:
             heads = {name: each for name, each in heads.items() if name not in left_out}
         kept = {name: each for name, each in self._base.specs.items() if name not in left_out}
         self._heads = {name: replace(each, name=name) for name, each in heads.items()}
-        scales = scales_in(adapters.folder, layers.values())
+        scales = scales_in(adapters.folder, {*layers, *layers.values()})
         self._updates: dict[str, _Update] = {}
         """Updates of the merged weights, by the name of the tensor."""
         experts = _single_matrices(self._base)
         for name, layer in layers.items():
-            update = _Update(f"{PREFIX}{name}", factor * scales[layer])
-            if for_all_experts(name) == layer:
+            is_linear = layer in (name, for_all_experts(name))
+            update = _Update(f"{PREFIX}{name}", factor * scales[name if is_linear else layer])
+            if is_linear:
                 is_transposed = bool(config.get("fan_in_fan_out"))
                 self._updates[f"{name}.weight"] = update._replace(is_transposed=is_transposed)
             elif layer in experts:

@@ -5,13 +5,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import serried
 from serried.commands import export_models
 from serried.configs.errors import UserError
+from serried.configs.hugging_face.adapter_folder import adapter_config
+from serried.configs.schema.sections import AdapterSection
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.plan import ParallelPlan
 from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
+from serried.records.safetensors_files import TensorFolder
+from serried.trainer.adapters import Adapters
+from serried.trainer.checkpoint.merge_tensors import Built, Merged
 from testing import runs
 from testing.rank_pool import Cluster
 from tests.ranks.models.test_families import saved
@@ -185,6 +193,37 @@ def test_losses_and_adapters_of_experts_are_the_same_on_every_layout(
     found = runs.weights(tmp_path / "run", "adapter_model")
     for name, tensor in runs.weights(single.run_dir, "adapter_model").items():
         torch.testing.assert_close(found[name], tensor, atol=1e-3, rtol=0)
+
+
+def test_experts_that_are_modules_of_a_users_model_are_linear_layers(tmp_path: Path) -> None:
+    """They are adapted one by one, so that some may have other ranks and alphas."""
+    experts = [nn.ModuleDict({name: nn.Linear(8, 8) for name in ("inner", "w1")}) for _ in range(2)]
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleList(experts)})})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def exported(name: str, shape: Any) -> Any:
+        return (Fragment.whole(name, shape),)
+
+    section = AdapterSection(
+        method="lora", rank=4, alpha=4, modules=["inner", "w1"], rank_pattern={"experts.0.inner": 2},
+        alpha_pattern={"experts.1.inner": 12},
+    )  # fmt: skip
+    adapters = Adapters(section, model, ParallelPlan(), exported)
+    adapters.write_config(tmp_path, None, {})
+    tensors = {
+        part.name: torch.randn(value.shape)
+        for name, value in model.named_parameters()
+        for part in adapters.exported(name, value.shape)
+    }
+    assert len(tensors) == 2 * 2 * 2
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    folder = TensorFolder(tmp_path, "adapter_model")
+    adapters.check_folder(tmp_path)
+    merged = Merged(Built(model, exported), folder, adapter_config(tmp_path))
+    for layer, scale in (("0.inner", 4 / 2), ("1.inner", 12 / 4), ("0.w1", 1), ("1.w1", 1)):
+        a, b = (tensors[f"base_model.model.mlp.experts.{layer}.lora_{key}.weight"] for key in "AB")
+        weight = f"mlp.experts.{layer}.weight"
+        torch.testing.assert_close(merged.read_elements(weight, 0, 64).view(8, 8), before[weight] + scale * b @ a)
 
 
 MADE_BY_PEFT: dict[str, dict[str, Any]] = {

@@ -68,12 +68,11 @@ def generate(model: Model, prompts: Sequence[Sequence[int]], limits: Sequence[in
     with evaluating(model.modules), model.runner.autocast(), _whole_sequences(model):
         for start in how.batches(range(0, len(order), size)):
             mine = order[start : start + size][share::shares]
-            if mine or layout.is_sharded:
+            # After a NaN, the other batches are left out, but not the votes of ``how.batches``: replicas do not know.
+            if is_finite and (mine or layout.is_sharded):
                 batch = _Batch(model, how, mine, mine or order[start : start + 1], prompts, limits)
-                is_finite = batch.run() and is_finite
+                is_finite = batch.run()
                 made |= batch.made
-            if not is_finite:
-                break
     model.reshard()
     found = gather_plain([is_finite, list(made), list(made.values())])
     if not all(is_finite for is_finite, _, _ in found):

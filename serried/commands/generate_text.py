@@ -65,7 +65,8 @@ def _prompts_in(file: Path) -> list[str]:
         UserError: The file cannot be read, or a line has no prompt.
     """
     try:
-        lines = read_bytes(file).decode().splitlines()
+        # Not splitlines(): a line of JSON may contain other separators, such as U+2028.
+        lines = read_bytes(file).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except OSError as error:
         raise UserError(f"prompts={file}: {error.strerror}; use a file with a prompt on each line") from None
     except (NotPlainData, UnicodeDecodeError) as error:
@@ -80,7 +81,15 @@ def _prompts_in(file: Path) -> list[str]:
             prompt = row.get("prompt") if isinstance(row, dict) else row
             if not isinstance(prompt, str):
                 raise UserError(f'prompts={file}: line {place} has no prompt; write {{"prompt": "..."}} on each line')
-        found += [prompt] if line.strip() else []
+        if not line.strip():
+            continue
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"prompts={file}: line {place} contains an unpaired surrogate (half a character); fix the line"
+            ) from None
+        found.append(prompt)
     if not found:
         raise UserError(f"prompts={file} has no prompt; write one on each line")
     return found

@@ -306,13 +306,14 @@ def test_the_seed_decides_and_an_earlier_checkpoint_writes_something_else(
 def test_each_prompt_of_a_file_gets_the_text_that_it_gets_alone(
     run_dir: Path, tmp_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["sed ", "lorem ipsum dolor", "a", "né", "consectetur "]
+    prompts = ["sed ", "lorem ipsum dolor", "a\u2028b\f", "né", "consectetur "]  # a line ends only with \n
     (tmp_path / "a.txt").write_text("\n\n".join(prompts))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": prompt, "id": 3}) + "\n" for prompt in prompts))
+    rows = [json.dumps({"prompt": prompt, "id": 3}, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(rows))
     words = ["generate", str(run_dir), "tokens=30"]
 
     def texts(printed: str) -> list[str]:
-        rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+        rows = [json.loads(line) for line in printed.split("\n") if line.startswith("{")]
         assert [row["prompt"] for row in rows] == prompts
         return [row["text"] for row in rows]
 
@@ -336,6 +337,7 @@ def test_each_prompt_of_a_file_gets_the_text_that_it_gets_alone(
         ),
         (["prompts=empty.txt"], "prompts=empty.txt has no prompt; write one on each line"),
         (["prompts=a.jsonl"], 'prompts=a.jsonl: line 2 has no prompt; write {"prompt": "..."} on each line'),
+        (["prompts=half.jsonl"], "prompts=half.jsonl: line 1 contains an unpaired surrogate (half a character); fix"),
         (["prompts=long.txt"], "the prompt 2 has 95 tokens and leaves no room within model.max_sequence_length=90"),
         (["prompts=a.jsonl", "prompt=b"], "prompt=b and prompts=a.jsonl are both given; keep one"),
         (["rows=2"], "rows=2 has no effect on a single prompt; use prompts=FILE"),
@@ -350,6 +352,7 @@ def test_file_of_prompts_that_cannot_be_used_is_refused(
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "long.txt").write_text("a\n" + "b" * 95)
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (tmp_path / "half.jsonl").write_text(r'{"prompt": "\ud83d"}')
     assert main(["generate", str(run_dir), *words]) == 78
     printed = capsys.readouterr()
     assert printed.out == ""

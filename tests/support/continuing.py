@@ -1,6 +1,6 @@
 """Text that a model of a test generates."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,10 @@ def on_one_process(model: nn.Module) -> DistributedModel:
 def continued(
     model: DistributedModel, family: ModelFamily, prompts: Sequence[Sequence[int]], tokens: int = TOKENS, *,
     rows: int = 1, choose: Choose = GREEDY, ends: Collection[int] = (),
+    batches: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> list[list[int]]:  # fmt: skip
     """The next ``tokens`` tokens of each prompt, up to one of ``ends``, computed ``rows`` prompts at a time."""
-    how = Decoding(choose, lambda _number, token: token not in ends, family.new_cache, rows)
+    how = Decoding(choose, lambda _number, token: token not in ends, family.new_cache, rows, batches)
     return model.generate(prompts, [tokens] * len(prompts), how)
 
 

@@ -1,7 +1,7 @@
 """Text generation by a transformers model, with its own cache, for prompts of different lengths at a time."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ _ROUNDING = 1e-4
 class GenerationCache:
     """transformers' cache, and the mask and positions of sequences with padding at the beginning."""
 
-    def __init__(self, padding: Sequence[int], *, takes_positions: bool, positions: int | None) -> None:
+    def __init__(self, padding: Sequence[int], *, accepted: Collection[str], positions: int | None) -> None:
         """
         Args:
             padding: number of padding tokens of each sequence.
-            takes_positions: whether the model's forward accepts ``position_ids``.
+            accepted: names of the arguments that the model's forward accepts.
             positions: number of positions in the model's table, if it has one. Sequences whose text has ended may be
                 longer.
         """
-        self._padding, self._takes_positions, self._positions = padding, takes_positions, positions
+        self._padding, self._accepted, self._positions = padding, accepted, positions
         self._mask: Tensor | None = None
         self._past: Any = None
 
@@ -36,7 +36,9 @@ class GenerationCache:
         else:
             self._mask = torch.cat((self._mask, new), dim=1)
         named: dict[str, Any] = {"attention_mask": self._mask}
-        if self._takes_positions:
+        if "logits_to_keep" in self._accepted:  # the logits of all tokens of the prompts would take much memory
+            named["logits_to_keep"] = 1
+        if "position_ids" in self._accepted:
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             named["position_ids"] = positions if self._positions is None else positions.clamp(max=self._positions - 1)
         output = forward(tokens, past_key_values=self._past, use_cache=True, **named)
@@ -47,9 +49,9 @@ class GenerationCache:
 
 def cache_for(forward: Callable[..., Any], config: Any) -> Callable[[Sequence[int]], GenerationCache]:
     """Return a function that creates an empty cache for a model, given the padding of each sequence."""
-    takes_positions = "position_ids" in inspect.signature(forward).parameters
+    accepted = {*inspect.signature(forward).parameters}
     positions = getattr(config, "max_position_embeddings", None)
-    return lambda padding: GenerationCache(padding, takes_positions=takes_positions, positions=positions)
+    return lambda padding: GenerationCache(padding, accepted=accepted, positions=positions)
 
 
 def supports_cache(forward: Callable[..., Any], config: Any, device: torch.device) -> bool:

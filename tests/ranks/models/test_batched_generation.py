@@ -1,6 +1,6 @@
 """Text that many prompts get together, with the cache and on any layout, is the text that each gets alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from serried.configs.compose import compose
@@ -137,6 +138,13 @@ def test_text_of_each_prompt_is_the_same_on_every_layout(layout: str, together: 
         assert answer.value == expected | {"frees": layout != "ddp x2"}
 
 
+def with_votes(batches: Iterable[int]) -> Iterator[int]:
+    """Yield ``batches`` after votes of all ranks, as an evaluation does."""
+    for batch in batches:
+        dist.all_reduce(torch.zeros(1))
+        yield batch
+
+
 def nan_on(layout: str, folder: str) -> str:
     with open_session(compose([]).launch) as session:
         family, model = opened_on(LAYOUTS[layout][0], Path(folder))
@@ -144,7 +152,7 @@ def nan_on(layout: str, folder: str) -> str:
             for parameter in model.parameters:
                 parameter.tensor.detach().fill_(float("nan"))
         try:
-            continued(model, family, prompts(), 9)
+            continued(model, family, prompts(), 9, batches=with_votes)
         except UserError as error:
             return str(error)
     return ""

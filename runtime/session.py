@@ -267,6 +267,7 @@ class Session:
         store, addresses = opened(partial(self.exchange.own_connection, "groups", patience))
         note(addresses)
         # Private API: names of groups have this number, which differs between ranks after an attempt that failed.
+        # tests/runs/test_session.py guards it.
         c10d._world.group_count = 0
         self.gather(None)  # a rank that is lost meanwhile is noticed here; torch would wait for its timeout
         dist.init_process_group(

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,28 @@ def test_patience_is_short_after_the_first_step(cluster: Cluster, tmp_path: Path
     """Guards the private names in Session.first_step_done: without them the wait would be 100 seconds."""
     answers = cluster.run(2, "tests.runs.test_session:wait_for_a_silent_peer", ended=str(tmp_path / "ended"))
     assert answers[0].value < 60  # 2 s, and 5 more for the watchdog to name who it is, on an idle machine
+
+
+def form_after_an_attempt_that_failed_on_one_rank() -> list[float]:
+    """Return the number of the next group before, and a sum over a group after."""
+    with open_session(LaunchSection(start_timeout_seconds=30)) as session:
+        dist.destroy_process_group()
+        if session.rank == 0:
+            with pytest.raises(RuntimeError):  # the other rank does not come
+                dist.init_process_group(
+                    "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=100)
+                )
+        number = dist.distributed_c10d._world.group_count
+        session.form_again([0, 1], [0, 0], 1, lambda _: None)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=dist.new_group([0, 1]))
+        return [number, total.item()]
+
+
+def test_ranks_form_groups_after_an_attempt_that_failed_on_one_of_them(cluster: Cluster) -> None:
+    """Guards the private name in Session.form_again: names of groups have that number, which would differ."""
+    answers = cluster.run(2, "tests.runs.test_session:form_after_an_attempt_that_failed_on_one_rank")
+    assert [answer.value for answer in answers] == [[1, 2.0], [0, 2.0]]
 
 
 def test_session_without_torchrun_is_one_process() -> None:

@@ -137,12 +137,14 @@ class Merged:
         folder, specs = self._adapters.folder, self._adapters.specs
         for name, update in self._updates.items():
             shape = self._base.specs[name].shape if name in self._base.specs else None
+            layer = update.adapter.removeprefix(PREFIX)
+            if any(tensor not in specs or len(specs[tensor].shape) != 2 for tensor in update.factors):
+                raise UserError(f"{folder} lacks a matrix A or B of {layer}; copy the files of the adapters again")
             (rows, inputs), (outputs, columns) = (specs[tensor].shape for tensor in update.factors)
             matrix = (inputs, outputs // update.matrix.parts)
             fits = shape is not None and sorted(shape[-2:]) == sorted(matrix) and len(shape) == 2 + update.is_stacked
             if not fits or rows != columns or rows % update.experts:
                 there = "the base model lacks it" if shape is None else f"its weight has shape {list(shape)}"
-                layer = update.adapter.removeprefix(PREFIX)
                 raise UserError(f"{folder} has an adapter of {layer}, but {there}; use adapters of this base model")
         for name, stored in self._rows.items():
             if specs[stored].shape[0] != len(self._tokens):

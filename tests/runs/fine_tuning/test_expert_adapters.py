@@ -224,6 +224,10 @@ def test_experts_that_are_modules_of_a_users_model_are_linear_layers(tmp_path: P
         a, b = (tensors[f"base_model.model.mlp.experts.{layer}.lora_{key}.weight"] for key in "AB")
         weight = f"mlp.experts.{layer}.weight"
         torch.testing.assert_close(merged.read_elements(weight, 0, 64).view(8, 8), before[weight] + scale * b @ a)
+    del tensors["base_model.model.mlp.experts.1.w1.lora_B.weight"]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"lacks a matrix A or B of mlp\.experts\.1\.w1; copy the files"):
+        Merged(Built(model, exported), TensorFolder(tmp_path, "adapter_model"), adapter_config(tmp_path))
 
 
 MADE_BY_PEFT: dict[str, dict[str, Any]] = {

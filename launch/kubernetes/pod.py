@@ -7,7 +7,7 @@
  70  the run failed, and would fail again
  75  it was stopped, or another pod ended: a new pod resumes it
  78  a mistake in the command or the environment
- 69  the bucket does not answer: a new pod starts, and it counts as one of the restarts that are allowed
+ 69  the bucket does not answer or takes no writes: a new pod starts, which counts as one of the allowed restarts
 ===  ===============================================================================
 
 This replaces torchrun, which exits with 1 for every failure. Its agent on the first node also waits for the others for

@@ -8,14 +8,14 @@ from textwrap import indent
 from typing import NamedTuple
 
 import serried.runtime.import_signals  # noqa: F401 -- first, so that no garbage collection runs during imports
-from serried.configs.errors import EXIT_STOPPED, UserError
+from serried.configs.errors import EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import columns
 from serried.configs.messages.suggestions import nearest
 from serried.configs.override_parser import config_dirs
 from serried.configs.schema.declaration import BUILT_IN, declaring
-from serried.runtime.exit import leave, note_repeated, report_mistake
+from serried.runtime.exit import leave, note_repeated, report_alone, report_mistake
 from serried.runtime.import_signals import check_temporary_folder, print_any_text
-from serried.runtime.process import check_surroundings, say, typed_command
+from serried.runtime.process import check_surroundings, say, speaks, typed_command
 
 _HELP = ("--help", "-h")
 _TRAINS = ("plan", "submit")
@@ -115,6 +115,8 @@ def _run(words: list[str]) -> int:
             return _COMMANDS[name].function(name)(arguments)
     except UserError as error:
         return report_mistake(error)
+    except TrainingFailed as error:  # a bucket does not answer
+        return report_alone(error, is_heard=speaks())
     except FileNotFoundError:  # importing torch fails without a folder for temporary files
         try:
             check_temporary_folder()

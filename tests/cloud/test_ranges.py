@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serried import cli
 from serried.configs import bucket_paths
 from serried.configs.errors import TrainingStopped, UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
-from serried.recipes.data.prepared.ranged_objects import BLOCK_BYTES
+from serried.recipes.data.prepared.ranged_objects import BLOCK_BYTES, StoredObject, StoredObjects
 from serried.recipes.data.prepared.shared_cache import SharedCache
 from serried.recipes.data.readers.reading_progress import Progress
 from serried.trainer.trainer import Trainer
@@ -232,6 +233,21 @@ def test_run_whose_tokens_cannot_be_read_ends_with_one_line(
     }
     assert said[change] in ended.printed
     assert "Traceback" not in ended.printed
+
+
+def test_command_that_cannot_read_tokens_ends_with_one_line(
+    server: S3Server, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    local = prepared(str(text), "text", cache_dir=str(tmp_path / "cache"))
+    url = put_folder(server, folder, local.folder)
+
+    def fail(self: StoredObjects, entry: StoredObject, *_: object) -> None:
+        raise TrainingStopped(f"cannot read {self.url}/{entry.key}: no answer in time")
+
+    monkeypatch.setattr(StoredObjects, "read_into", fail)
+    assert cli.main(["prepare", "data=tokens", f"data.path={url}", "data.fetch=ranges"]) == 75
+    assert capsys.readouterr().err.splitlines()[-1] == f"failed: cannot read {url}/train-00000.bin: no answer in time"
 
 
 # token files of other tools -------------------------------------------------------------------------------------------

@@ -314,7 +314,11 @@ class RunFolder:
 def place_of(folder: Path) -> str:
     """Return the run folder as the user gave it: the URL of a run in a bucket if ``folder`` is its scratch folder or a
     copy of it, else ``folder``."""
-    given = value_at("run.dir", read_if_there(folder / "config.yaml"))
+    return shown_place(folder, value_at("run.dir", read_if_there(folder / "config.yaml")))
+
+
+def shown_place(folder: Path, given: object) -> str:
+    """Return ``given``, the ``run.dir`` of the run in ``folder``, if it is the URL of a bucket, else ``folder``."""
     return str(given) if is_bucket_url(given) else str(folder)
 
 

@@ -21,7 +21,7 @@ from serried.records.files import write_atomically
 from serried.records.report.html import html_page
 from serried.records.report.run_records import Curve, Mark, Records, read_records
 from serried.records.report.thinning import means, thinned
-from serried.records.run_folder import is_png, place_of
+from serried.records.run_folder import is_png
 
 _SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
 _POINTS = 60_000
@@ -53,7 +53,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
 
 def render(runs: Sequence[Records]) -> str:
     """Return the report of ``runs`` as HTML."""
-    names = _names([Path(place_of(run.path)) for run in runs])
+    names = _names([Path(run.place) for run in runs])
     title = ", ".join(names) if len(names) <= 3 else f"{len(names)} runs"
     return html_page(title, _payload(runs, names), _SCRIPTS)
 
@@ -78,7 +78,7 @@ def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
         "runs": [
             {
                 "name": name,
-                "folder": place_of(run.path),
+                "folder": run.place,
                 **_summary(run),
                 "texts": [
                     {"name": name, "step": step, "text": text[:_TEXT_SHOWN]} for name, (step, text) in run.texts.items()
@@ -173,7 +173,7 @@ def _summary(run: Records) -> dict[str, Any]:
 
 def _next(run: Records, state: str) -> dict[str, str]:
     """Return the suggested next step: a text and, if there is one, a command."""
-    folder = shlex.quote(place_of(run.path))
+    folder = shlex.quote(run.place)
     saved = [mark.step for mark in run.marks if mark.kind == "checkpoint"]
     if state == "finished":
         return {

@@ -9,6 +9,7 @@ from serried.configs.plain_data import flatten, is_count, is_number, read_if_the
 from serried.configs.renamed_keys import read_saved_config_if_there
 from serried.records.goodput import Goodput, goodput
 from serried.records.metrics import LOST_METRICS, METRICS, logged_images, named_metrics, read_events, without_repeats
+from serried.records.run_folder import shown_place
 from serried.records.status import Status, read_status
 
 _WHERE_KNOWN = {
@@ -82,6 +83,11 @@ class Records:
     """Number of logged steps that were lost in a crash or a rollback."""
 
     goodput: Goodput = field(default_factory=lambda: goodput([]))
+
+    @property
+    def place(self) -> str:
+        """Run folder as the user gave it: a path, or the URL of a run in a bucket."""
+        return shown_place(self.path, self.config.get("run.dir"))
 
     @property
     def elapsed_seconds(self) -> float:

@@ -64,7 +64,8 @@ class Rows:
     """Collects the metrics of one step from its events, so that a tracker gets each step once."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.summary: dict[str, Any] = {"run_dir": place_of(run_dir), "report": f"{place_of(run_dir)}/report.html"}
+        place = place_of(run_dir)
+        self.summary: dict[str, Any] = {"run_dir": place, "report": f"{place}/report.html"}
         self._run_dir = run_dir
         self._row: Row | None = None
 

@@ -22,10 +22,8 @@ _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 class FolderLock:
     """Lock of a folder, held until it is closed."""
 
-    def __init__(self, file: IO[bytes], stand_in: socket.socket | None, *, has_replaced: bool = False) -> None:
+    def __init__(self, file: IO[bytes], stand_in: socket.socket | None) -> None:
         self._file, self._stand_in = file, stand_in
-        self.has_replaced = has_replaced
-        """Whether it replaced the lock of a frozen process."""
 
     @property
     def warning(self) -> str | None:
@@ -88,7 +86,7 @@ def lock_folder(folder: Path) -> FolderLock:
 
 
 def replace_lock(folder: Path) -> FolderLock:
-    """Lock ``folder`` although a frozen process holds the lock: that process finds another file when it runs again.
+    """Lock ``folder`` although a frozen process may hold the lock: that process finds another file when it runs again.
 
     Raises:
         OSError: the folder cannot be written.
@@ -104,7 +102,7 @@ def replace_lock(folder: Path) -> FolderLock:
             raise
         stand_in = _address_of(lock)
     draft.replace(folder / LOCK)
-    return FolderLock(lock, stand_in, has_replaced=True)
+    return FolderLock(lock, stand_in)
 
 
 def is_locked(folder: Path) -> bool | None:

@@ -45,7 +45,7 @@ class RunFolder:
 
         Args:
             url: The run in a bucket for which it is a scratch folder, for messages.
-            takes_over: Whether the process that locked it is lost. If it still holds the lock, it is frozen.
+            takes_over: Whether the process that locked it is lost. It may be frozen, and must not write later.
 
         Raises ``UserError`` if it cannot be written, contains unsafe links, or another process is training there.
         """
@@ -59,12 +59,8 @@ class RunFolder:
         self._made = [made for made in (path / LOCK, path) if not made.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock = lock_folder(path)
-            except BlockingIOError:
-                if not takes_over:
-                    raise
-                self._lock = replace_lock(path)
+            # A disk without file locks does not tell whether the lost process is only frozen on another node.
+            self._lock = replace_lock(path) if takes_over else lock_folder(path)
             for unfinished in path.glob(f".earlier-*{_UNFINISHED}"):
                 self._finish(unfinished)
         except BlockingIOError:
@@ -176,7 +172,8 @@ class RunFolder:
             OSError: the disk fails.
         """
         self._forget_after(step)
-        if self._lock.has_replaced:  # lines that the frozen process writes later belong to no file
+        # Lines that the lost process writes later, if it was only frozen, belong to no file.
+        if (self.path / METRICS).exists():
             write_atomically(self.path / METRICS, (self.path / METRICS).read_bytes())
         self._metrics = (self.path / METRICS).open("ab", buffering=0)
         self.status("running", step=step)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_CONNECTS_WITHIN_SECONDS = 2.0
+CONNECTS_WITHIN_SECONDS = 2.0
 _DESCRIPTORS = Path("/proc/self/fd")
 _ESTABLISHED = 1
 """First byte of ``struct tcp_info`` of an open connection; it differs once the peer has closed it."""
@@ -118,7 +118,7 @@ def first_node_refuses() -> bool:
     """Return whether the first node refuses connections because its store has ended."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     try:
-        socket.create_connection(address, _CONNECTS_WITHIN_SECONDS).close()
+        socket.create_connection(address, CONNECTS_WITHIN_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -357,6 +357,7 @@ def take_console() -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
             os.dup2(int(descriptor), stream.fileno())
+        tell_launcher(prints=True)
 
 
 # the command ----------------------------------------------------------------------------------------------------------

@@ -245,7 +245,12 @@ class Exchange:
         self.waits_for = whom
         deadline, nap = time.monotonic() + self._patience_seconds, 0.001
         while not self.store.check(keys):
-            self.check_peers()
+            try:
+                self.check_peers()
+            except RuntimeError:
+                if self.store.check(keys):  # a rank that has ended answered before
+                    break
+                raise
             if time.monotonic() > deadline:
                 self.store.wait(keys, timedelta(milliseconds=1))  # raises torch's own error
             time.sleep(nap)

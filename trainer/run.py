@@ -227,7 +227,7 @@ class _Run:
             context.pulse,
         )  # fmt: skip
         if self._recovery is not None:
-            self._watchdog.on_loss(self._recovery.lose)
+            self._watchdog.on_loss(self._recovery.lose, lambda: self.is_fenced)
 
     def end_watch(self) -> None:
         """End the watchdog."""
@@ -244,7 +244,7 @@ class _Run:
         if context.config.recover.mode == "memory":
             self._recovery = Recovery(context.session, context.config, trainer.state.parallel.layout, self.start.step)
             if self._watchdog is not None:
-                self._watchdog.on_loss(self._recovery.lose)
+                self._watchdog.on_loss(self._recovery.lose, lambda: self.is_fenced)
             if context.folder is not None:
                 context.folder.members = self._recovery.members
 
@@ -304,6 +304,7 @@ class _Run:
         trainer.saver.compare_always(kept.step)
         trainer.rest = rest
         trainer.loop.log.newest = kept.newest
+        trainer.shutdown.repeat(kept.requests)
         if self._takes_over:
             self._takes_over = False
             self.context.callbacks.call("on_start", kept.step)
@@ -433,6 +434,9 @@ class _Run:
             step, steps_done = trainer.loop.step, trainer.loop.steps_done
         context.pulse.enter(END, step)
         failure = session.cause.first(explained)
+        if self._recovery is not None and failure.rank == session.rank and self._recovery.has_lost_rank_0:
+            take_console()
+            session.speaks_for_all = True
         context.console.log(traceback.format_exc())
         if trainer is not None and (folder is None or folder.is_ours):
             trainer.saver.end(step)

@@ -100,6 +100,8 @@ class Transaction:
         """The step if it is prepared and not committed."""
         self.buffers: list[Tensor] | None = None
         """Copies of the buffers before the step, if it can be undone."""
+        self.is_committing = False
+        """Whether an update has begun and has not ended, as after an error in it."""
 
 
 def confirm(world: int) -> None:
@@ -205,6 +207,7 @@ class TrainStep:
         assert self.transaction.prepared is not None
         sums, squares, lr = self.transaction.prepared
         self.transaction.prepared = self.transaction.buffers = None
+        self.transaction.is_committing = True
         loads, scale = self._parallel.loads, self.scaler.scale
         loss_sum, weight = sums["loss_sum"], sums["weight"]
         # .grad divided by this divisor is the gradient of the mean loss.
@@ -229,6 +232,7 @@ class TrainStep:
         if self._average is not None:
             self._average.update(~rejected)
         self.scaler.update(failed)
+        self.transaction.is_committing = False
         result = {
             "loss": mean_loss, "grad_norm": norm, "skipped": rejected, "scale": scale, "loss_limit": limits[0],
             "norm_limit": limits[1], "failed_in_row": self._failed_in_row,

@@ -20,7 +20,7 @@ from serried.parallel.nf4 import whole_numel
 from serried.records.environment import environment
 from serried.records.trackers.tracker_processes import choose_run_id
 from serried.runtime.accelerator import device_name
-from serried.runtime.agreement import Report
+from serried.runtime.agreement import NotRecoverable, Report
 from serried.trainer.adapter_base_model import (
     Base,
     check_adapters,
@@ -152,7 +152,7 @@ class Trainer:
             context, state, log, meter, state_dict=self.state_dict, write_files=write_files, saved_step=saved_step
         )
         first_save = estimated_save_seconds(needed, layout.world)
-        self._shutdown = Shutdown(
+        self.shutdown = Shutdown(
             config, session, console, context.folder, lambda: saver.last_save_seconds or first_save
         )
         self._rollback = Rollback(context, data, state, progress=progress, saver=saver, log=log, meter=meter)
@@ -164,11 +164,11 @@ class Trainer:
                 sample_ids=data.sample_ids, sources=data.sources,
             ),
             evaluator=Evaluator(
-                context, state, data.validation, progress=progress, log=log, meter=meter, shutdown=self._shutdown,
+                context, state, data.validation, progress=progress, log=log, meter=meter, shutdown=self.shutdown,
                 benchmarks=benchmarks,
             ),
             saver=saver,
-            shutdown=self._shutdown,
+            shutdown=self.shutdown,
             rollback=self._rollback,
             profiler=StepProfiler(
                 config, session, console, context.pulse.phases, partial(meter.pause, PROFILING),
@@ -193,7 +193,12 @@ class Trainer:
 
         Raises:
             GoBack: The step asks for a rollback.
+            NotRecoverable: The state is that of no step.
         """
+        if self.loop.rolls_back:
+            raise NotRecoverable("the run was going back to a checkpoint")
+        if self.state.step.transaction.is_committing:
+            raise NotRecoverable(f"the update of step {self.loop.step} failed halfway")
         if self.loop.steps_done < step:
             result = self.state.step.commit()
             self._data.step = step
@@ -201,14 +206,14 @@ class Trainer:
         self.state.step.drop()
         self.loop.step = step
         self.loop.log.read_all(step)
-        return KeptState.of(self.state.parts(), self.state_dict())
+        return KeptState.of(self.state.parts(), self._plain(self.state.own_state_dict()))
 
     def end(self, seconds: float) -> int:
         """Report the end of the run, after ``seconds`` of training. Returns the exit code."""
         step = self.loop.step
         self.context.pulse.enter(END, step)
         self.state.parallel.reshard()
-        self._log.ended(step, seconds, self._sample(), self._shutdown.reason)
+        self._log.ended(step, seconds, self._sample(), self.shutdown.reason)
         return EXIT_FINISHED if self.progress.is_finished(step, self.context.config) else EXIT_STOPPED
 
     def _sample(self) -> str | None:
@@ -227,6 +232,9 @@ class Trainer:
 
         This is a collective call. Synchronizes with the device.
         """
+        return self._plain(self.state.state_dict())
+
+    def _plain(self, step_state: dict[str, Any]) -> dict[str, Any]:
         step, progress = self.loop.step, self.progress
         return {
             "version": 1,
@@ -235,7 +243,7 @@ class Trainer:
             "validation_loss": progress.validation_loss if progress.validated_step == step else None,
             "progress": progress.state_dict(),
             **self.context.callbacks.state_dict(),
-            "step_state": self.state.state_dict(),
+            "step_state": step_state,
             **self._data.state_dict(),
             **self._unchanging,
             "world_size": self.context.session.world_size,

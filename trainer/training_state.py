@@ -161,12 +161,18 @@ class TrainingState:
 
         This is a collective call. Synchronizes with the device.
         """
-        optimizer = plain_state(self.optimizer, self._named(), self._configured)
-        layout = self.parallel.layout
+        state, layout = self.own_state_dict(), self.parallel.layout
         if layout.pipeline > 1:  # each stage has only its own parameters and groups
-            ranks = layout.world // layout.pipeline
+            ranks, optimizer = layout.world // layout.pipeline, state["optimizer"]
             answers = gather_plain(None if self._session.rank % ranks else optimizer)
-            optimizer = {key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer}
+            state["optimizer"] = {
+                key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer
+            }
+        return state
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Like ``state_dict``, but only with the optimizer state of this rank's pipeline stage. No communication."""
+        optimizer = plain_state(self.optimizer, self._named(), self._configured)
         return self.step.state_dict() | {"optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -101,8 +101,10 @@ def run_local(
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds, on_look)
         reports.read()
         if survivors is not None:
-            failed = failed or survivors.killed_all()
+            failed = failed or survivors.killed()
         del store
+        for descriptor in console:
+            os.close(descriptor)
         return _report_end(
             failed, config, output, reports.said, since=started, was_asked_to_stop=bool(signals.received)
         )
@@ -122,6 +124,8 @@ class _Reports:
         """Ranks that ended because the others continue without them."""
         self.formed: list[int] | None = None
         """Ranks that continued after the last loss; None before the first one."""
+        self.printing = 0
+        """The rank that prints to this console."""
         self._end, self.descriptor = os.pipe()
         os.set_blocking(self._end, False)
         self._rest = b""
@@ -145,7 +149,9 @@ class _Reports:
                 self.fenced.add(told["rank"])
             elif "formed" in told:
                 self.formed = told["formed"]
-            elif told["rank"]:
+            elif told.get("prints"):
+                self.printing = told["rank"]
+            elif told["rank"] != self.printing:
                 self.said.append(told["said"])
 
     def close(self) -> None:
@@ -196,9 +202,11 @@ class _Survivors:
         for rank in self._ranks:
             rank.send_signal(signal.SIGKILL)
 
-    def killed_all(self) -> dict[int, int]:
-        """Return the exit codes of lost ranks, by rank, if no rank has reached the end; else nothing."""
-        if any(rank.number in self._reports.ended and rank.lost is None for rank in self._ranks):
+    def killed(self) -> dict[int, int]:
+        """Return the exit codes of lost ranks, by rank, if the rank that writes the records has not reached the end, as
+        when it is killed after the others have ended; else nothing."""
+        main = self._ranks[(self._reports.formed or [0])[0]]
+        if main.number in self._reports.ended and main.lost is None:
             return {}
         return {rank.number: rank.lost for rank in self._ranks if rank.lost is not None}
 

@@ -136,9 +136,15 @@ def check_recovery_start(config: RunConfig, layout: Layout, processes: Processes
 
 
 def _whole_without(layout: Layout, node: int, per_node: int) -> int:
-    """Return the number of replicas that have no rank on ``node``."""
-    lost = range(node * per_node, (node + 1) * per_node)
-    return sum(not any(rank in lost for rank in ranks) for ranks in replicas_of(layout))
+    """Return the number of replicas that are left after the loss of ``node``.
+
+    The other ranks of a replica that is lost end, and with each of them all ranks of its node.
+    """
+    lost, left = {node}, replicas_of(layout)
+    while broken := [ranks for ranks in left if any(rank // per_node in lost for rank in ranks)]:
+        left = [ranks for ranks in left if ranks not in broken]
+        lost |= {rank // per_node for ranks in broken for rank in ranks}
+    return len(left)
 
 
 def _whole_on_nodes(layout: Layout, per_node: int) -> str:

@@ -236,7 +236,8 @@ def start_recovering(hosts: Hosts, text: Path, tmp_path: Path, outputs: list[Pat
     run_dir = tmp_path / "run"
     argv = tiny_overrides(
         text, run_dir, "trainer.steps=1000000", "schedule=constant", "checkpoint.every=0", "launch.device=cpu",
-        "launch.start_timeout_seconds=120", "recover.mode=memory", "recover.silence_seconds=4",
+        f"launch.step_timeout_seconds={_NOTICED_SECONDS}", "launch.start_timeout_seconds=120", "recover.mode=memory",
+        "recover.silence_seconds=4",
     )  # fmt: skip
     started = [start_plain(hosts, host, outputs[host], argv) for host in range(2)]
     written = run_dir / "metrics.jsonl"
@@ -263,6 +264,8 @@ def test_first_host_continues_from_memory_on_the_same_curve(how: str, hosts: Hos
         if how != "dies":
             assert started[1].wait(100) == 1
             assert "exitcode  : 75" in outputs[1].read_text(errors="replace")
+            now = json.loads((run_dir / "status.json").read_text())
+            assert now["state"] == "running", "the node that was left behind has not touched the records"
     finally:
         hosts.set_link(1, "up")
         for process in started:

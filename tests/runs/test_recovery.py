@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from serried.configs.errors import EXIT_STOPPED
 from serried.runtime.process import is_running
 from testing.recovery_storm import Death, Ended, faults, run, run_nodes, words
 from testing.runs import ObservedRecipe, losses, metrics, run_here
@@ -104,12 +105,24 @@ def test_node_that_is_lost_costs_its_replica(victim: int, undisturbed: Undisturb
     assert [line["ranks"] for line in metrics(tmp_path / "run", "lost")] == [[victim]]
 
 
+@pytest.mark.slow
+def test_run_that_cannot_continue_without_rank_0_says_why_on_the_console(text: Path, tmp_path: Path) -> None:
+    deaths = [Death(0, "data", 3), Death(1, "data", 3)]
+    argv = words("ddp x4", text, tmp_path / "run", *SHORT, "recover.min_replicas=3")
+    ended = run(argv, deaths, tmp_path / "out")
+    assert ended.code == EXIT_STOPPED, ended.printed
+    lines = [line for line in ended.printed.splitlines() if line.startswith("stopped: ")]
+    assert len(lines) == 1 and "2 of 4 replicas are whole, and at least 3 must be" in lines[0], ended.printed
+    assert not ended.left_behind
+
+
 STATES = {
     "weight average and fp16": ("ddp x3", ["trainer.ema_decay=0.9", "precision=fp16"]),
     "experts": (
         "hsdp 2x2",
         ["model=moe_tiny", "model.expert_hidden_dim=24", "parallel.expert=2", "trainer.ema_decay=0.9"],
     ),
+    "stages of a pipeline": ("hsdp 2x2", ["parallel.pipeline=2", "parallel.shard=1"]),
 }
 
 

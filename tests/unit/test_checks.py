@@ -296,8 +296,14 @@ def test_run_that_could_not_continue_after_a_loss_is_refused_in_one_line(
             "parallel=hsdp parallel.replicate=2 parallel.shard=3",
             6,
             Processes("torchrun", 3, 2),
-            "without node 1, 0 of 2 replicas would be whole, as nodes share replicas and recover.min_replicas=1; use "
+            "without node 0, 0 of 2 replicas would be whole, as nodes share replicas and recover.min_replicas=1; use "
             "parallel.shard=2 parallel.replicate=-1, or recover.mode=off",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=3 parallel.shard=2",
+            6,
+            Processes("torchrun", 2, 3),  # the third replica is whole, but on the node of a rank of the second
+            "without node 0, 0 of 3 replicas would be whole, as nodes share replicas and recover.min_replicas=1",
         ),
         (
             "parallel=ddp recover.min_replicas=3",

@@ -101,3 +101,17 @@ def test_run_calls_the_store_equally_often_on_any_number_of_ranks_and_never_to_s
     (first, second), (first_of_four, *others) = found[2], found[4]
     assert 10 < second[0] < 100
     assert (first_of_four, others) == (first, [second] * 3)
+
+
+def test_rank_that_answers_and_ends_is_not_taken_for_lost() -> None:
+    """It ends between a look for its answer and the look for its process."""
+    exchange = Exchange(0, 2, 60)
+    exchange.store = HashStore()
+
+    def answer_and_end() -> None:
+        assert exchange.store is not None
+        exchange.store.set("gather/1/1", "7")
+        raise RuntimeError("the process of rank 1 has ended")
+
+    exchange.check_peers = answer_and_end
+    assert exchange.gather(5) == [5, 7]

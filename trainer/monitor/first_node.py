@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from serried.runtime.peer_sockets import first_node_refuses
+from serried.runtime.peer_sockets import CONNECTS_WITHIN_SECONDS, first_node_refuses
 from serried.runtime.session import Session
 from serried.trainer.monitor.diagnosis import seconds_text
 from serried.trainer.monitor.heartbeat import END, Moment, Pulse
@@ -46,7 +46,7 @@ class FirstNodeWatch:
         while not self._closing.wait(self._interval_seconds):
             now = time.monotonic()
             # Limited, because a machine that slept, or a suspended job, has not hung.
-            elapsed, last = min(now - last, 2 * self._interval_seconds), now
+            elapsed, last = min(now - last, 2 * self._interval_seconds + CONNECTS_WITHIN_SECONDS), now
             is_still = answers == self._answers() and moment is self._pulse.now
             silent = silent + elapsed if is_still else 0.0
             answers, moment = self._answers(), self._pulse.now

@@ -42,6 +42,8 @@ class JointEnd:
         self._session, self._run_dir = session, run_dir
         self._console, self._folder = console, folder
         self._report = report
+        self.is_left_behind: Callable[[], bool] = lambda: False
+        """Returns whether the other ranks continue without this one, so that it must not write their records."""
 
     def of_all_ranks(self, store: "Store", verdict: Verdict, beats: list[Beat], say: Callable[[str], None]) -> NoReturn:
         """End the run on all ranks because of ``verdict``, which is based on the reports ``beats``."""
@@ -110,7 +112,7 @@ class JointEnd:
                 )  # fmt: skip
 
         def write() -> None:
-            if self._session.local_rank == 0:
+            if self._session.local_rank == 0 and not self.is_left_behind():
                 with suppress(OSError):
                     record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
             self._prepare({"rank": self._session.rank, "reason": reason})

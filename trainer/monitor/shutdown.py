@@ -99,6 +99,19 @@ class Shutdown:
             self._control.end()
 
     @property
+    def requests(self) -> tuple[bool, bool]:
+        """Whether the file ``control``, which is removed when it is read, asked to stop, and to save."""
+        control = self._control
+        return (False, False) if control is None else (control.asks_to_stop, control.asks_to_save.is_set())
+
+    def repeat(self, requests: tuple[bool, bool]) -> None:
+        """Make the ``requests`` of the training loop before a loss again."""
+        if self._control is not None:
+            self._control.asks_to_stop = requests[0]
+            if requests[1]:
+                self._control.asks_to_save.set()
+
+    @property
     def stops(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self.action is Action.STOP

@@ -74,9 +74,12 @@ class Watchdog:
                 closing=self._closing,
             )  # fmt: skip
 
-    def on_loss(self, lose: Callable[[int, str], None]) -> None:
-        """Call ``lose`` with a rank on another node that is gone, and the reason, instead of ending this rank, too."""
-        self._neighbours.lose = lose
+    def on_loss(self, lose: Callable[[int, str], None], is_left_behind: Callable[[], bool]) -> None:
+        """Call ``lose`` with a rank on another node that is gone, and the reason, instead of ending this rank, too.
+
+        ``is_left_behind``: returns whether the others continue without this rank.
+        """
+        self._neighbours.lose, self._end.is_left_behind = lose, is_left_behind
 
     def close(self) -> None:
         """Report the end of this rank, and stop the thread."""

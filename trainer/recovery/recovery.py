@@ -53,6 +53,8 @@ class Kept(NamedTuple):
     """Names of the validation sets."""
     has_begun: bool
     """Whether the step after the last one that is done had begun."""
+    requests: tuple[bool, bool]
+    """See ``Shutdown.requests``."""
 
     @property
     def step(self) -> int:
@@ -72,7 +74,7 @@ class Recovery:
         self._session, self._config, self._layout = session, config, layout
         self._total_replicas = layout.replicate
         self._watch = PeerWatch(session, config.recover.silence_seconds)
-        session.exchange.survives, session.exchange.check_peers = self.survives, self._watch.check
+        session.exchange.survives, session.exchange.check_peers = self.survives, self._check_peers
         self._generation = session.once(partial(newest_generation, config.run.dir))
         """Number of the newest generation. A run that was resumed has files of earlier ones."""
         self._losses: tuple[int, int] = (-1, 0)
@@ -110,6 +112,17 @@ class Recovery:
             raise TrainingStopped(f"{first_node_is_gone()} has ended, through which the others agree") from None
 
     @property
+    def has_lost_rank_0(self) -> bool:
+        """Whether the rank that reports for all is lost, and this one may report in its place."""
+        try:
+            self._check()
+        except DistNetworkError:  # with the first node
+            return self._session.local_rank == 0
+        except RuntimeError:
+            pass
+        return self._watch.lost(0) is not None
+
+    @property
     def is_fenced(self) -> bool:
         """Whether the others have continued without this rank, which was frozen meanwhile."""
         return newest_generation(self._config.run.dir) > self._generation
@@ -125,14 +138,17 @@ class Recovery:
         self._watch.sever()
         loop = trainer.loop
         reached = loop.step
+        if not trainer.saver.give_up(self._watch.sever):  # before the others count on this rank
+            raise TrainingStopped(f"{self._lost()}, and the thread that saves does not end")
         step = self._agree(trainer.report(self._session.rank))
         try:
-            if not trainer.saver.give_up(self._watch.sever):
-                raise NotRecoverable("the thread that saves does not end")
             state = trainer.keep(step)
         except (NotRecoverable, GoBack) as why:
             raise TrainingStopped(f"{self._lost()}, and {why}") from None
-        return Kept(state, loop.log.newest, loop.evaluator.before, list(trainer.validation), reached > step)
+        return Kept(
+            state, loop.log.newest, loop.evaluator.before, list(trainer.validation), reached > step,
+            trainer.shutdown.requests,
+        )  # fmt: skip
 
     def agree_again(self, kept: Kept) -> None:
         """Agree with the others after another loss, before the new trainer was complete.
@@ -177,6 +193,10 @@ class Recovery:
     def _check(self) -> None:
         if self._session.exchange.has("failure"):
             raise RuntimeError("another rank has failed")
+
+    def _check_peers(self) -> None:
+        self._watch.check()
+        self._check()
 
     def _lost(self) -> str:
         reasons = self._watch.all_lost().values()

@@ -86,7 +86,7 @@ def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
 
     def likeness(name: str) -> tuple[float, float]:
         whole = _likeness(typed, name, 0.8)
-        return max(whole, 0.9 * _likeness(leaf, name.rpartition(".")[2], 0.75)), whole
+        return max(whole, 0.88 * _likeness(leaf, name.rpartition(".")[2], 0.75)), whole
 
     ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: pair[0], reverse=True)[:3]
     return [name for (score, _), name in ranked if score and score >= ranked[0][0][0] - 0.06]

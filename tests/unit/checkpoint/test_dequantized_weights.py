@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.layout.shard_specs import Box
 from serried.records.safetensors_files import TensorFolder
 from serried.trainer.checkpoint import tensors as loading
@@ -137,7 +138,7 @@ def test_any_box_of_a_dequantized_weight_is_read_alone(
     sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(expected.shape, starts, strict=True)]
     box = Box(tuple(starts), tuple(sizes))
     into = torch.empty(sizes, dtype=expected.dtype)
-    loading._read(folder, "x", box, into)
+    loading._read(folder, Fragment.whole("x", folder.specs["x"].shape), box, into)
     assert torch.equal(into.nan_to_num(), expected[box.indices()].nan_to_num())
     first = data.draw(st.integers(0, expected.numel()))
     count = data.draw(st.integers(0, expected.numel() - first))
@@ -167,7 +168,7 @@ def test_rank_reads_only_the_bytes_of_its_share(
         return counts[-1]
 
     monkeypatch.setattr(os, "preadv", counted)
-    loading._read(folder, "x", box, torch.empty(box.sizes))
+    loading._read(folder, Fragment.whole("x", folder.specs["x"].shape), box, torch.empty(box.sizes))
     assert sum(counts) == bytes_read
 
 

@@ -9,6 +9,7 @@ recorded once, on the curve of the undisturbed run within 1e-6, leaves no proces
 """
 
 import functools
+import gc
 import json
 import math
 import os
@@ -26,11 +27,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from serried.configs.schema.declaration import BUILT_IN
 from serried.program import main
+from serried.runtime.peer_sockets import local_hosts, sever
 from serried.runtime.process import is_running
 from serried.runtime.session import Session
 from serried.trainer import step as step_module
+from serried.trainer.callbacks import Callback
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.evaluator import Evaluator
 from serried.trainer.loop import Loop
@@ -52,6 +57,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 """Functions by the moment at which they are called."""
 RECOVERING = ("agree", "form", "build", "group", "compare")
 """Moments of a recovery."""
+SEVER = -1
+"""Kind of a ``Death`` that only closes the connections of the rank to the others."""
 LAYOUTS = {
     "ddp x2": (2, "parallel=ddp"), "ddp x3": (3, "parallel=ddp"), "ddp x4": (4, "parallel=ddp"),
     "hsdp 2x2": (4, "parallel=hsdp parallel.replicate=2 parallel.shard=2"),
@@ -69,7 +76,7 @@ class Death(NamedTuple):
     number: int
     """1 for the first time."""
     kind: int = signal.SIGKILL
-    """Signal that the rank sends to itself. 0: it only waits until the file ``go`` exists."""
+    """Signal that the rank sends to itself. 0: it only waits until the file ``go`` exists. Or ``SEVER``."""
 
 
 class Ended(NamedTuple):
@@ -83,6 +90,8 @@ class Ended(NamedTuple):
     """Ranks whose process still runs."""
     open_files: list[list[int]]
     """Number of open files of each surviving rank, for each of its trainers."""
+    held: list[list[int]]
+    """Bytes of the tensors that each surviving rank holds, for each of its trainers."""
 
 
 def arm(deaths: Sequence[Death], out: Path) -> None:
@@ -96,6 +105,10 @@ def arm(deaths: Sequence[Death], out: Path) -> None:
         if not number:
             while not (out / "go").exists():
                 time.sleep(0.02)
+            return
+        if number == SEVER:
+            port = int(os.environ["MASTER_PORT"])
+            sever(local_hosts(port), port, [])
             return
         (out / f"death-{rank()}").write_text(str(time.time()))
         os.kill(os.getpid(), number)
@@ -125,9 +138,13 @@ def arm(deaths: Sequence[Death], out: Path) -> None:
                     ranks = range(int(os.environ["WORLD_SIZE"]))
                     if rank() == max(set(ranks) - {death.rank for death in deaths}):
                         raise RuntimeError("Connection closed by peer, as if the result of the vote was lost")
-            if place == "compare" or (place == "build" and calls[place] == 1):
+            is_first = place == "build" and calls[place] == 1
+            if is_first or (place == "compare" and calls["build"] > calls["counted"]):  # a save compares, too
+                calls["counted"] = calls["build"]
                 with (out / f"files-{rank()}").open("a") as file:
                     print(len(os.listdir("/proc/self/fd")), file=file)  # noqa: PTH208
+                with (out / f"held-{rank()}").open("a") as file:
+                    print(_held_bytes(), file=file)
             return result
 
         return called
@@ -136,9 +153,16 @@ def arm(deaths: Sequence[Death], out: Path) -> None:
         setattr(owner, name, before(place, getattr(owner, name)))
 
 
+def _held_bytes() -> int:
+    """Return the bytes of all tensors of this process that garbage collection knows, without those of its imports."""
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor) and found.device.type == "cpu"]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
 def _work(
     argv: Sequence[str], deaths: Sequence[Death], out: Path, task: Callable[[], Any],
-    variables: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str] = MappingProxyType({}), callbacks: Sequence[type[Callback]] = (),
 ) -> None:  # fmt: skip
     settle()
     os.environ.update({"OMP_NUM_THREADS": "1", **variables})
@@ -147,7 +171,7 @@ def _work(
         os.dup2(descriptor, number)
         os.close(descriptor)
     arm(deaths, out)
-    code = main(list(argv), BUILT_IN._replace(task=task))
+    code = main(list(argv), BUILT_IN._replace(task=task, callbacks=tuple(callbacks)))
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" not in os.environ:
@@ -162,11 +186,11 @@ def ragged_task() -> ObservedRecipe:
 
 def run(
     argv: Sequence[str], deaths: Sequence[Death], out: Path, task: Callable[[], Any] = ragged_task,
-    seconds: float = 150, on_look: Callable[[], object] = lambda: None,
+    seconds: float = 150, on_look: Callable[[], object] = lambda: None, callbacks: Sequence[type[Callback]] = (),
 ) -> Ended:  # fmt: skip
     """Train with ``argv``, while ranks die as in ``deaths``. ``on_look`` is called often meanwhile."""
     out.mkdir(parents=True)
-    process = FORKS.Process(target=_work, args=(argv, deaths, out, task))
+    process = FORKS.Process(target=_work, args=(argv, deaths, out, task, {}, callbacks))
     process.start()
     deadline = time.monotonic() + seconds
     while process.exitcode is None and time.monotonic() < deadline:
@@ -184,13 +208,13 @@ def run(
         with suppress(ProcessLookupError):
             os.kill(pids[rank], signal.SIGKILL)
     died = {int(path.name.partition("-")[2]): float(path.read_text()) for path in out.glob("death-*")}
-    files = [
-        [int(line) for line in path.read_text().split()]
-        for path in out.glob("files-*")
-        if int(path.name.partition("-")[2]) not in died
-    ]
+    survivors = sorted(rank for rank in pids if rank not in died)
+    files, held = (
+        [[int(line) for line in (out / f"{what}-{rank}").read_text().split()] for rank in survivors]
+        for what in ("files", "held")
+    )
     code = -1 if is_late else int(process.exitcode or 0)
-    return Ended(code, printed, sorted(died.values()), left, files)
+    return Ended(code, printed, sorted(died.values()), left, files, held)
 
 
 def run_nodes(argv: Sequence[str], deaths: Sequence[Death], out: Path, nodes: int, seconds: float = 150) -> list[int]:

@@ -216,7 +216,7 @@ class Loop:
             TrainingStopped: The dropped step is the first step since the start of this process.
         """
         self.step = self.steps_done
-        if self._is_first:
+        if not self._shutdown.has_steps:
             raise TrainingStopped(f"{self._shutdown.reason} before the first step")
         self._context.pulse.enter(SAVE, self.step)
         self._saver.wait()

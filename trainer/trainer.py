@@ -153,8 +153,9 @@ class Trainer:
         )
         first_save = estimated_save_seconds(needed, layout.world)
         self.shutdown = Shutdown(
-            config, session, console, context.folder, lambda: saver.last_save_seconds or first_save
-        )
+            config, session, console, context.folder, lambda: saver.last_save_seconds or first_save,
+            had_steps=start.first_step is not None and start.step > start.first_step,
+        )  # fmt: skip
         self._rollback = Rollback(context, data, state, progress=progress, saver=saver, log=log, meter=meter)
         self._rollback.load_state_dict(start.state)
         self.loop = Loop(

@@ -5,13 +5,15 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import serried
 from serried.configs.errors import EXIT_STOPPED
 from serried.runtime.process import is_running
-from testing.recovery_storm import Death, Ended, faults, run, run_nodes, words
-from testing.runs import ObservedRecipe, losses, metrics, run_here
+from testing.recovery_storm import SEVER, Death, Ended, faults, run, run_nodes, words
+from testing.runs import ObservedRecipe, losses, metrics, run_here, status, steps_saved
 
 SHORT = ["trainer.steps=6", "trainer.eval_every=0", "checkpoint.every=3"]
 Undisturbed = Callable[..., dict[int, float]]
@@ -36,17 +38,45 @@ def recovers(ended: Ended, run_dir: Path, expected: dict[int, float], deaths: Se
     assert not wrong, ended.printed
 
 
+class Counter(serried.Callback):
+    """Counts logged steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_start(self, run: Any) -> None:
+        run.log({"before": self.steps})
+
+    def on_step(self, run: Any) -> None:
+        self.steps += 1
+        run.log({"counted": self.steps})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
 def test_run_whose_rank_0_is_killed_finishes_on_the_same_curve(text: Path, tmp_path: Path) -> None:
-    """The other rank prints and records from then on, and has the only replica."""
-    argv = words("ddp x2", text, tmp_path / "run", *SHORT)
-    ended = run(argv, [Death(0, "vote", 3)], tmp_path / "out", ObservedRecipe)
+    """The other rank prints, records and calls the callback from then on, and has the only replica."""
+    mixture = ["data=mixture", "data.path=null", "checkpoint.every=2", "checkpoint.mode=sync"]
+    for name, path, weight in (("web", text, 0.7), ("code", text / "07.txt", 0.3)):
+        key = f"data.sources.{name}"
+        mixture += [f"{key}.name=text", f"{key}.path={path}", f"{key}.weight={weight}"]
+    argv, deaths = words("ddp x2", text, tmp_path / "run", *SHORT, *mixture), [Death(0, "vote", 4)]
+    ended = run(argv, deaths, tmp_path / "out", ObservedRecipe, callbacks=[Counter])
     alone = [word for word in argv if not word.startswith(("launch", "recover", "parallel"))]
     assert run_here([*alone, f"run.dir={tmp_path / 'alone'}"]).code == 0
-    recovers(ended, tmp_path / "run", dict(enumerate(losses(tmp_path / "alone"), start=1)), [Death(0, "vote", 3)], 0)
+    recovers(ended, tmp_path / "run", dict(enumerate(losses(tmp_path / "alone"), start=1)), deaths, 0)
     assert "lost       " in ended.printed
-    assert "(rank 0) in step 3: the process of rank 0 has ended; 1 of 2 replicas continues" in ended.printed
+    assert "(rank 0) in step 4: the process of rank 0 has ended; 1 of 2 replicas continues" in ended.printed
     assert "finished   6 steps" in ended.printed
     assert [line["ranks"] for line in metrics(tmp_path / "run", "lost")] == [[0]]
+    logged = [(line["step"], line["metrics"]) for line in metrics(tmp_path / "run", "log")]
+    counted = [(step, values["counted"]) for step, values in logged if "counted" in values]
+    assert counted == [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (6, 5)], "its state is that of the checkpoint of step 2"
+    assert [(step, values["before"]) for step, values in logged if "before" in values] == [(0, 0), (3, 2)]
 
 
 @pytest.mark.slow
@@ -111,6 +141,7 @@ def test_run_that_cannot_continue_without_rank_0_says_why_on_the_console(text: P
     argv = words("ddp x4", text, tmp_path / "run", *SHORT, "recover.min_replicas=3")
     ended = run(argv, deaths, tmp_path / "out")
     assert ended.code == EXIT_STOPPED, ended.printed
+    assert status(tmp_path / "run")["state"] == "stopped"
     lines = [line for line in ended.printed.splitlines() if line.startswith("stopped: ")]
     assert len(lines) == 1 and "2 of 4 replicas are whole, and at least 3 must be" in lines[0], ended.printed
     assert not ended.left_behind
@@ -134,3 +165,34 @@ def test_all_state_of_a_step_is_kept(state: str, undisturbed: Undisturbed, text:
     ended = run(words(layout, text, tmp_path / "run", *SHORT, *more), deaths, tmp_path / "out")
     recovers(ended, tmp_path / "run", undisturbed(layout, *SHORT, *more), deaths, 0)
     assert metrics(tmp_path / "run", "recovered")[0]["rolled_forward"] > 0
+
+
+@pytest.mark.slow
+def test_connections_that_break_often_cost_nothing_and_the_third_loss_of_a_step_ends_the_run(
+    text: Path, tmp_path: Path
+) -> None:
+    """Both processes live on, and keep no files and tensors of earlier trainers."""
+    keys = ["trainer.steps=12", "trainer.eval_every=0", "checkpoint.every=0"]
+    breaks = [Death(1, "vote", number, SEVER) for number in (*range(2, 22, 2), 22, 23, 24)]
+    ended = run(words("ddp x2", text, tmp_path / "run", *keys), breaks, tmp_path / "out")
+    assert ended.code == EXIT_STOPPED, ended.printed
+    why = "the connection to another process broke, and step 12 has failed 3 times in a row"
+    assert f"stopped: {why}; run the same command to resume" in ended.printed
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == ("stopped", why)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 12))
+    assert [line["step"] for line in metrics(tmp_path / "run", "recovered")] == [*range(2, 12), 12, 12]
+    assert not metrics(tmp_path / "run", "lost")
+    assert [len(files) for files in ended.open_files] == [13, 13]
+    for files, held in zip(ended.open_files, ended.held, strict=True):
+        assert max(files[2:]) <= files[1], ended
+        assert max(held[2:]) - held[1] < 1000, "bytes; the weights alone have 128,000"
+
+
+@pytest.mark.slow
+def test_run_that_is_terminated_while_it_recovers_saves_what_is_done(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    terminated = [Death(rank, "build", 2, signal.SIGTERM) for rank in (0, 2)]
+    ended = run(words("ddp x3", text, run_dir, *SHORT), [Death(1, "vote", 3), *terminated], tmp_path / "out")
+    assert (ended.code, ended.left_behind) == (EXIT_STOPPED, []), ended.printed
+    assert "stopping   SIGTERM on all ranks: saving step 2" in ended.printed
+    assert (status(run_dir)["state"], steps_saved(run_dir)) == ("stopped", [2]), ended.printed

@@ -63,8 +63,15 @@ class Shutdown:
         console: Console,
         folder: RunFolder | None,
         save_seconds: Callable[[], float],
+        *,
+        had_steps: bool = False,
     ) -> None:
-        """``folder``: run folder, on rank 0 only. ``save_seconds``: returns the duration of a save."""
+        """
+        Args:
+            folder: Run folder, on rank 0 only.
+            save_seconds: Returns the duration of a save.
+            had_steps: Whether this process had completed steps before a loss. See ``has_steps``.
+        """
         self.action = Action.GO_ON
         """Decision of all ranks at this step boundary."""
         self.reason: str | None = None
@@ -75,7 +82,7 @@ class Shutdown:
         self._save_seconds = save_seconds
         self._control = Control(folder, console) if folder is not None else None
         self._deadline: str | None = None
-        self._clock = StepClock(session.device)
+        self._clock, self._had_steps = StepClock(session.device), had_steps
         self._travelling: _Votes | None = None
         self._saved_at = time.monotonic()
         """Start time of the latest save, or of training before the first save."""
@@ -115,6 +122,11 @@ class Shutdown:
     def stops(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self.action is Action.STOP
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step has been completed since this process started. Otherwise there is nothing to save."""
+        return self._had_steps or self._clock.has_steps
 
     def end_early(self, reason: str) -> None:
         """Make this step the last one. Call it on all ranks at the same step, with the same reason."""
@@ -156,10 +168,10 @@ class Shutdown:
             return
         self._clock.look(begins_step=index == 0)
         # Before the first step there is nothing to save, so time limits do not count.
-        mine = self._mine() if self._clock.has_steps else self._asked()
+        mine = self._mine() if self.has_steps else self._asked()
         if self._agreed(0.0 if mine is None else 1.0):
             self.action = Action.STOP
-            saving = f"saving step {step - 1}" if self._clock.has_steps else "there is nothing to save yet"
+            saving = f"saving step {step - 1}" if self.has_steps else "there is nothing to save yet"
             dropped = f"step {step} is dropped after micro-batch {index} of {count}, " if index else ""
             self._settle(f"{dropped}{saving}")
             raise StepDropped(self.reason)

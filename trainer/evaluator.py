@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -132,7 +133,7 @@ class Evaluator:
                 for metric, (total, weight) in sums.metrics.items():
                     metrics.setdefault(metric, [0.0, 0.0])
                     metrics[metric] = [metrics[metric][0] + total, metrics[metric][1] + weight]
-            scores = self._scores(until_stopped) if name == DEFAULT_VALIDATION and self._benchmarks else {}
+            scores = self._scores(until_stopped, step) if name == DEFAULT_VALIDATION and self._benchmarks else {}
             if scores is None:
                 return False
         seconds = time.perf_counter() - started
@@ -150,13 +151,14 @@ class Evaluator:
         self._log.evaluated(step, name, means, counted, seconds, by_source)
         return True
 
-    def _scores(self, until_stopped: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float] | None:
+    def _scores(self, until_stopped: Callable[[Iterable[Any]], Iterable[Any]], step: int) -> dict[str, float] | None:
         """Return the metrics of ``trainer.evaluate``, or None if the ranks agreed to stop."""
         from serried.trainer.evaluation.lm_eval import Stopped
 
         micro_batch = self._context.config.trainer.micro_batch
+        progress = partial(self._context.pulse.enter, EVALUATE, step)
         try:
-            return self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped)
+            return self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped, progress)
         except Stopped:
             self._state.parallel.reshard()  # the last forward may have left parameters gathered
             return None

@@ -15,6 +15,7 @@ from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.parallel.layout.checks import check_layout
 from serried.parallel.layout.mesh import resolve_layout
 from serried.runtime.session import open_session
+from serried.trainer.monitor.heartbeat import EVALUATE, Pulse
 from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here
 
@@ -66,6 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kinds = {
         "choosing": ("multiple_choice", "{{label}}", CHOOSES), "rolling": ("loglikelihood_rolling", "{{text}}", ROLLS),
         "writing": ("generate_until", "{{text}}", WRITES.format(more=", do_sample: false")),
+        "endless": ("generate_until", "{{text}}", WRITES.format(more="").replace('m, "\\n"', "").replace("12", "40")),
         "beams": ("generate_until", "{{text}}", WRITES.format(more=", num_beams: 2")),
         "long": ("generate_until", "{{text}}", WRITES.format(more=", max_new_tokens: 9").replace("12", "8192")),
     }  # fmt: skip
@@ -117,6 +119,21 @@ def test_scores_are_those_of_the_exported_model_on_any_layout(
         cluster.run(ranks, "testing.runs:train_small", argv=argv)
         found = metrics(tmp_path / f"x{ranks}", "eval")[-1]
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_each_generated_token_is_progress_to_the_watchdog(
+    text: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, enter = list[str](), Pulse.enter
+
+    def entering(pulse: Pulse, phase: str, step: int) -> None:
+        entered.append(phase)
+        enter(pulse, phase, step)
+
+    monkeypatch.setattr(Pulse, "enter", entering)
+    argv = run(text, tmp_path / "run", tasks, f"trainer.evaluate=[lm_eval:{tasks / 'endless.yaml'}]", "trainer.steps=2")
+    assert run_here([word for word in argv if "best" not in word])[0] == 0
+    assert entered.count(EVALUATE) >= 40
 
 
 def test_shuffled_documents_are_the_same_on_every_rank_and_other_documents_are_noticed(

@@ -27,7 +27,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import HARNESS
 from serried.configs.similar_names import nearest
 from serried.parallel.distributed_model import DistributedModel
-from serried.parallel.plan import LossTerms
+from serried.parallel.plan import Decoding, LossTerms
 from serried.runtime.session import Session
 from serried.trainer.evaluation.evaluate import Kept
 from serried.trainer.task import Prompt, Sampling, TextTask
@@ -101,13 +101,17 @@ class Benchmarks:
             lines.append(f"{name}: {len(asked)} requests, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}")
         return "\n".join(lines)
 
-    def scores(self, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> dict[str, float]:
+    def scores(
+        self, parallel: DistributedModel, micro_batch: int, on_device: OnDevice, progress: Callable[[], None]
+    ) -> dict[str, float]:
         """Return the metrics under the names ``TASK.METRIC``. This is a collective call.
+
+        ``progress`` is called for each generated token: a batch of long answers may take longer than a step may stall.
 
         Raises:
             Stopped: ``on_device`` ended early.
         """
-        scorer = _Scorer(self._task, parallel, micro_batch, on_device)
+        scorer = _Scorer(self._task, parallel, micro_batch, on_device, progress)
         for task in self._tasks.values():
             task.set_fewshot_seed(_FEW_SHOT_SEED)
         with _quiet(), _seeded():
@@ -196,11 +200,31 @@ class _Batch(NamedTuple):
     """[B], number of the request. -1 for padding."""
 
 
+class _Reporting(NamedTuple):
+    """A model that reports each generated token."""
+
+    model: DistributedModel
+    report: Callable[[], None]
+
+    def generate(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], how: Decoding) -> list[list[int]]:
+        """Return the tokens that follow each of ``prompts``; see ``DistributedModel.generate``."""
+
+        def choose(logits: Tensor, numbers: Sequence[int]) -> Tensor:
+            self.report()
+            return how.choose(logits, numbers)
+
+        return self.model.generate(prompts, limits, how._replace(choose=choose))
+
+
 class _Scorer(TemplateLM):
     """Interface of the harness to the model of a run. Text is tokenized as for an exported model."""
 
-    def __init__(self, task: TextTask, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> None:
+    def __init__(
+        self, task: TextTask, parallel: DistributedModel, micro_batch: int, on_device: OnDevice,
+        progress: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._writer = _Reporting(parallel, progress)
         self._task, self._parallel, self._micro_batch, self._on_device = task, parallel, micro_batch, on_device
         self._most = task.lengths()[1] // parallel.layout.tensor * parallel.layout.tensor
 
@@ -222,7 +246,7 @@ class _Scorer(TemplateLM):
             contexts = (self.tok_encode(requests[number].args[0])[-room:] for number in numbers)
             prompts = [Prompt(context or [self.eot_token_id]) for context in contexts]
             written = self._task.write(
-                self._parallel, prompts, sampling, rows=self._micro_batch, batches=self._until_stopped
+                self._writer, prompts, sampling, rows=self._micro_batch, batches=self._until_stopped
             )
             found |= dict(zip(numbers, (text.text for text in written), strict=True))
         return [found[number] for number in range(len(requests))]

@@ -82,11 +82,11 @@ class PeerWatch:
     def first_reason(self, members: Sequence[Member]) -> str | None:
         """Return why the first of ``members`` was lost; None if none of them is."""
         numbers = {member.number for member in members if self._reason(member) is not None}
-        return next((reason for number, reason in self._lost.items() if number in numbers), None)
+        return next((reason for number, reason in list(self._lost.items()) if number in numbers), None)
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Treat the current rank ``rank`` as lost."""
-        self._lose(self.members[rank], reason)
+    def lose(self, member: Member, reason: str) -> None:
+        """Treat ``member`` as lost."""
+        self._lose(member, reason)
 
     def check(self) -> None:
         """Raise ``PeerLost`` if this rank is severed from the others, or one is lost."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from serried.configs.errors import EXIT_STOPPED
 from testing.disturb import is_alive
 from testing.rank_pool import ROOT
-from testing.runs import metrics, tiny_overrides
+from testing.runs import metrics, run_here, tiny_overrides
 from testing.s3_server import S3Server
 from tests.support.hosts import Hosts, why_not
 from tests.support.slurm import wait_for
@@ -275,7 +276,7 @@ def test_first_host_continues_from_memory_on_the_same_curve(how: str, hosts: Hos
     assert [(line["nodes"], line["ranks"], line["replicas"]) for line in lost] == [(["node1"], [1], 1)]
     alone = tmp_path / "alone"
     argv = tiny_overrides(text, alone, "trainer.steps=1000000", "schedule=constant", f"trainer.stop_at={step}")
-    subprocess.run([sys.executable, "train.py", *argv, "launch.device=cpu"], cwd=ROOT, check=False, timeout=100)
+    assert run_here([*argv, "launch.device=cpu"]).code == EXIT_STOPPED
     assert [line["loss"] for line in metrics(run_dir)[:step]] == pytest.approx(
         [line["loss"] for line in metrics(alone)], rel=1e-6
     )

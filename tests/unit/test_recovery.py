@@ -1,5 +1,7 @@
 """What a survivor of a loss keeps, and who reports for the others."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -11,11 +13,13 @@ import pytest
 
 from serried.launch.local.launcher import _Rank, _Reports, _Survivors
 from serried.records import lock as lock_module
+from serried.records.generations import claim
 from serried.records.metrics import METRICS
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status
 from serried.runtime.agreement import NotRecoverable
 from serried.trainer.monitor.shutdown import Shutdown
+from serried.trainer.recovery.recovery import Recovery
 from serried.trainer.trainer import Trainer
 
 
@@ -56,8 +60,12 @@ def test_lost_process_that_wakes_up_writes_no_records(
     has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without file locks on the disk, the process that takes over cannot see that one on another node has them."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
     if not has_locks:
-        monkeypatch.setattr(lock_module.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no locks")))
+        monkeypatch.setattr(fcntl, "flock", no_locks)
         monkeypatch.setattr(lock_module, "_address_of", lambda _: None)
     frozen = RunFolder(tmp_path)
     frozen.begin("", {}, step=0)
@@ -99,3 +107,20 @@ def test_run_whose_recording_rank_is_killed_at_its_end_has_failed() -> None:
     assert _ended(killed, 0, 0, formed=[1, 2]) == {}
     assert _ended(killed, killed, 0, formed=[1, 2]) == {0: killed, 1: killed}
     assert _ended(0, killed, 0) == {}
+
+
+def test_rank_that_misses_the_result_of_a_meeting_knows_whether_the_others_continue_without_it(tmp_path: Path) -> None:
+    """As a node whose network fails during the meeting: it must not write into their records."""
+
+    def is_fenced(rank: int, generation: int, has_agreed: bool) -> bool:
+        recovery = Recovery.__new__(Recovery)
+        recovery._config = SimpleNamespace(run=SimpleNamespace(dir=tmp_path))  # type: ignore[assignment]
+        recovery._session = SimpleNamespace(rank=rank)  # type: ignore[assignment]
+        recovery._generation, recovery._has_agreed = generation, has_agreed
+        return recovery.is_fenced
+
+    assert not is_fenced(1, 1, False), "nobody has claimed it"
+    assert claim(tmp_path, 1, {"ranks": [0, 2]})
+    assert [is_fenced(rank, 1, False) for rank in range(3)] == [False, True, False]
+    assert [is_fenced(rank, 1, True) for rank in (0, 1)] == [False, False]
+    assert is_fenced(1, 0, True)

@@ -6,7 +6,7 @@ kept until the replicas are found to be bitwise equal, so that another loss mean
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout, with_values
 from serried.parallel.layout.mesh import AXES, Layout, gradient_accumulation
 from serried.parallel.layout.recovery_checks import layout_without, replicas_of
-from serried.records.generations import claim, newest_generation
+from serried.records.generations import claim, newest_generation, read_generation
 from serried.records.metrics import METRICS, last_events
 from serried.records.run_folder import RunFolder
 from serried.records.status import Members
@@ -77,6 +77,8 @@ class Recovery:
         session.exchange.survives, session.exchange.check_peers = self.survives, self._check_peers
         self._generation = session.once(partial(newest_generation, config.run.dir))
         """Number of the newest generation. A run that was resumed has files of earlier ones."""
+        self._has_agreed = True
+        """Whether this rank knows the result of the last meeting."""
         self._losses: tuple[int, int] = (-1, 0)
         """The step of the last loss, and the number of losses in a row after it."""
         self._before = 0.0, self._watch.members, layout
@@ -89,9 +91,11 @@ class Recovery:
         self._session.exchange.survives, self._session.exchange.check_peers = (lambda _: False), (lambda: None)
         self._watch.close()
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Treat ``rank``, which is on another node, as lost."""
-        self._watch.lose(rank, reason)
+    @property
+    def lose(self) -> Callable[[int, str], None]:
+        """Function that treats a rank as lost; takes its current number, also after later losses, and the reason."""
+        members = self._watch.members
+        return lambda rank, reason: self._watch.lose(members[rank], reason)
 
     def survives(self, error: BaseException) -> bool:
         """Return whether ``error`` is the consequence of a loss after which this rank may continue.
@@ -124,8 +128,12 @@ class Recovery:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the others have continued without this rank, which was frozen meanwhile."""
-        return newest_generation(self._config.run.dir) > self._generation
+        """Whether the others have continued without this rank, which was frozen, or cannot reach them."""
+        run_dir = self._config.run.dir
+        if newest_generation(run_dir) > self._generation:
+            return True
+        claimed = None if self._has_agreed else read_generation(run_dir, self._generation)
+        return claimed is not None and self._session.rank not in claimed["ranks"]
 
     def keep(self, trainer: Trainer) -> Kept:
         """Return the state of ``trainer`` after the step on which the survivors agree. Drop the trainer then.
@@ -165,6 +173,7 @@ class Recovery:
         session, layout, store = self._session, self._layout, self._session.exchange.store
         assert store is not None
         self._generation += 1
+        self._has_agreed = False
         try:
             agreement = meet_survivors(
                 dist.PrefixStore(f"meeting_{self._generation}", store),
@@ -176,6 +185,7 @@ class Recovery:
                 claim=partial(claim, self._config.run.dir, self._generation),
                 check=self._check,
             )
+            self._has_agreed = True
             step, count = self._losses
             self._losses = agreement.step, count + 1 if agreement.step == step else 1
             if self._losses[1] == _LOSSES_OF_A_STEP:

@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from serried.configs.schema.declaration import BUILT_IN
 from serried.program import main
@@ -155,7 +156,8 @@ def arm(deaths: Sequence[Death], out: Path) -> None:
 
 def _held_bytes() -> int:
     """Return the bytes of all tensors of this process that garbage collection knows, without those of its imports."""
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor) and found.device.type == "cpu"]
+    found = [tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, Parameter)]  # not a FakeTensor
+    tensors = [tensor for tensor in found if tensor.device.type == "cpu"]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
 import serried
 from serried.configs.errors import EXIT_STOPPED
+from serried.program import main
 from serried.runtime.process import is_running
-from testing.recovery_storm import SEVER, Death, Ended, faults, run, run_nodes, words
-from testing.runs import ObservedRecipe, losses, metrics, run_here, status, steps_saved
+from testing.rank_pool import Cluster
+from testing.recovery_storm import LAYOUTS, SEVER, Death, Ended, faults, run, run_nodes, words
+from testing.runs import ObservedRecipe, losses, metrics, run_here, status, steps_saved, tiny_overrides
 
 SHORT = ["trainer.steps=6", "trainer.eval_every=0", "checkpoint.every=3"]
 Undisturbed = Callable[..., dict[int, float]]
@@ -196,3 +199,26 @@ def test_run_that_is_terminated_while_it_recovers_saves_what_is_done(text: Path,
     assert (ended.code, ended.left_behind) == (EXIT_STOPPED, []), ended.printed
     assert "stopping   SIGTERM on all ranks: saving step 2" in ended.printed
     assert (status(run_dir)["state"], steps_saved(run_dir)) == ("stopped", [2]), ended.printed
+
+
+def collectives(argv: list[str]) -> dict[str, int]:
+    """Train on a node with one rank. Return the numbers of collectives of torch."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        assert main(argv) == 0
+    return {event.key: event.count for event in profiled.key_averages() if event.key.startswith("c10d::")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp x2", "hsdp 2x2"])
+def test_step_without_a_loss_has_one_more_all_reduce(layout: str, cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    counts = {}
+    for mode in ("off", "memory"):
+        keys = [*parallel.split(), "launch.device=cpu", "trainer.steps=3", "checkpoint.every=0"]
+        keys += ["trainer.micro_batch=1", f"recover.mode={mode}"]
+        argv = tiny_overrides(text, tmp_path / mode, *keys)
+        answers = cluster.run(ranks, "tests.runs.test_recovery:collectives", argv=argv)
+        counts[mode] = [answer.value for answer in answers]
+    for without, more in zip(counts["off"], counts["memory"], strict=True):
+        assert more == without | {"c10d::allreduce_": without["c10d::allreduce_"] + 3}

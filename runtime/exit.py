@@ -115,6 +115,11 @@ def say_why(line: str) -> None:
     _print_error(printable(line))
 
 
+def say_stopped(reason: str) -> None:
+    """Print why the run stopped, and how to resume it."""
+    say_why(f"stopped: {reason}; run the same command to resume")
+
+
 def print_traceback(error: BaseException) -> None:
     """Print ``error`` with its traceback to standard error."""
     _print_error("".join(traceback.format_exception(error)).rstrip("\n"))

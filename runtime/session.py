@@ -22,6 +22,7 @@ from serried.runtime.exit import (
     is_end_of_another,
     print_traceback,
     report_alone,
+    say_stopped,
     say_why,
 )
 from serried.runtime.import_signals import importing
@@ -79,8 +80,6 @@ class Session:
         """Time when this process began to join, from ``time.monotonic``."""
         self.must_not_wait = False
         """Set if a thread of this process still uses a group: exit without destroying the group, which could hang."""
-        self.speaks_for_all = self.is_main
-        """Whether this rank prints why all ranks stop: rank 0, or the first that stops if rank 0 is lost."""
         self.exchange = Exchange(self.rank, self.world_size, section.start_timeout_seconds)
         first = self.rank - self.local_rank
         local_ranks = range(first, first + self.local_world_size)
@@ -255,7 +254,6 @@ class Session:
 
         self.exchange = self.exchange.of_generation(generation, ranks.index(self.rank), len(ranks))
         self.rank, self.world_size = ranks.index(self.rank), len(ranks)
-        self.speaks_for_all = self.is_main
         here = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
         self.local_rank, self.local_world_size = here.index(self.rank), len(here)
         cause = Cause(self.rank, range(here[0], here[-1] + 1), self.section, self.signals, self.exchange)
@@ -440,8 +438,8 @@ def _report(error: BaseException, session: Session) -> int:
     if session.cause.is_reported:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
-        if session.speaks_for_all:  # the user reads rank 0's console, whichever rank was asked
-            say_why(f"stopped: {failure.reason}; run the same command to resume")
+        if session.is_main:  # the user reads rank 0's console, whichever rank was asked
+            say_stopped(failure.reason)
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):

@@ -58,8 +58,6 @@ class Loop:
         self._shutdown, self._rollback = shutdown, rollback
         self.step = 0
         """The current step, or the last completed one."""
-        self.rolls_back = False
-        """Whether a checkpoint is being loaded into the model, whose state is that of no step meanwhile."""
         self._timed_step = 0
         self._is_first = True
 
@@ -111,9 +109,8 @@ class Loop:
                             self._begin_step()
                     is_over = True
                 except GoBack as back:  # if this step also requests a stop, the run stops after the next one
-                    self.rolls_back = True
                     self.start_at(self._rollback(back))
-                    self.rolls_back, is_over = False, is_dropped
+                    is_over = is_dropped
 
     def _loader(self) -> BatchLoader:
         """Return a loader of this rank's batches from the next step to the last."""

@@ -32,6 +32,8 @@ class Rollback:
         self._log, self._meter = log, meter
         self.went_back_to: int | None = None
         """Step of the checkpoint that the latest rollback of this start went back to."""
+        self.is_loading = False
+        """Whether a checkpoint is being loaded into the model, whose state is that of no step meanwhile."""
         self._count = 0
         """Number of rollbacks of the run so far."""
 
@@ -51,6 +53,7 @@ class Rollback:
         context.pulse.enter(SET_UP, back.step)
         context.console.doing("rolling back to a checkpoint")
         self._saver.wait()
+        self.is_loading = True
         resume = "auto" if config.checkpoint.resume == "never" else config.checkpoint.resume
         start = self._restore(with_values(config, {"checkpoint.resume": resume}), back)
         self._saver.go_back(self._newest_of_run(start))
@@ -61,6 +64,7 @@ class Rollback:
         context.pulse.phases.take()  # discard times of the undone step
         self._log.rolled_back(start, back.step, samples, str(back))
         self._meter.start_at(start.step, self._progress.counts.tokens)
+        self.is_loading = False
         return start.step
 
     def _restore(self, config: RunConfig, back: GoBack) -> Start:

@@ -36,7 +36,7 @@ from serried.records.status import read_status, record_end
 from serried.records.trackers.tracker_processes import Trackers
 from serried.runtime.agreement import Fenced
 from serried.runtime.console import Console, Doing
-from serried.runtime.exit import Failure
+from serried.runtime.exit import Failure, say_stopped
 from serried.runtime.process import take_console, tell_launcher
 from serried.runtime.session import Session
 from serried.trainer import compilation
@@ -436,7 +436,8 @@ class _Run:
         failure = session.cause.first(explained)
         if self._recovery is not None and failure.rank == session.rank and self._recovery.has_lost_rank_0:
             take_console()
-            session.speaks_for_all = True
+            if failure.exit_code == EXIT_STOPPED and not session.is_main:
+                say_stopped(failure.reason)
         context.console.log(traceback.format_exc())
         if trainer is not None and (folder is None or folder.is_ours):
             trainer.saver.end(step)

@@ -196,7 +196,7 @@ class Trainer:
             GoBack: The step asks for a rollback.
             NotRecoverable: The state is that of no step.
         """
-        if self.loop.rolls_back:
+        if self._rollback.is_loading:
             raise NotRecoverable("the run was going back to a checkpoint")
         if self.state.step.transaction.is_committing:
             raise NotRecoverable(f"the update of step {self.loop.step} failed halfway")

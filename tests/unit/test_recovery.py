@@ -24,15 +24,16 @@ from serried.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize(
-    ("rolls_back", "is_committing", "why"),
+    ("is_loading", "is_committing", "why"),
     [(True, False, "was going back to a checkpoint"), (False, True, "the update of step 7 failed halfway")],
 )
-def test_state_that_is_of_no_step_is_not_kept(rolls_back: bool, is_committing: bool, why: str) -> None:
+def test_state_that_is_of_no_step_is_not_kept(is_loading: bool, is_committing: bool, why: str) -> None:
     """A loss while a rollback loads a checkpoint, or with an error in the middle of an update."""
     step = SimpleNamespace(transaction=SimpleNamespace(is_committing=is_committing))
     trainer: Any = SimpleNamespace(
-        loop=SimpleNamespace(rolls_back=rolls_back, step=7, steps_done=6), state=SimpleNamespace(step=step)
-    )
+        _rollback=SimpleNamespace(is_loading=is_loading), loop=SimpleNamespace(step=7, steps_done=6),
+        state=SimpleNamespace(step=step),
+    )  # fmt: skip
     with pytest.raises(NotRecoverable, match=why):
         Trainer.keep(trainer, 6)
 

@@ -70,7 +70,7 @@ class Shutdown:
         Args:
             folder: Run folder, on rank 0 only.
             save_seconds: Returns the duration of a save.
-            had_steps: Whether this process had completed steps before a loss. See ``has_steps``.
+            had_steps: Whether this process had completed steps before a loss.
         """
         self.action = Action.GO_ON
         """Decision of all ranks at this step boundary."""
@@ -82,7 +82,7 @@ class Shutdown:
         self._save_seconds = save_seconds
         self._control = Control(folder, console) if folder is not None else None
         self._deadline: str | None = None
-        self._clock, self._had_steps = StepClock(session.device), had_steps
+        self._clock = StepClock(session.device, had_steps=had_steps)
         self._travelling: _Votes | None = None
         self._saved_at = time.monotonic()
         """Start time of the latest save, or of training before the first save."""
@@ -126,7 +126,7 @@ class Shutdown:
     @property
     def has_steps(self) -> bool:
         """Whether a step has been completed since this process started. Otherwise there is nothing to save."""
-        return self._had_steps or self._clock.has_steps
+        return self._clock.has_steps
 
     def end_early(self, reason: str) -> None:
         """Make this step the last one. Call it on all ranks at the same step, with the same reason."""

@@ -13,8 +13,10 @@ _REMEMBERED_STEPS, _AVERAGED_STEPS = 10, 2
 class StepClock:
     """Durations of one rank's steps, and of the work between two checks for a request to stop."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, had_steps: bool = False) -> None:
+        """``had_steps``: whether this process had completed steps before, see ``has_steps``."""
         self._device = device
+        self._had_steps = had_steps
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         """Durations of the latest steps."""
         self._look_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
@@ -31,8 +33,8 @@ class StepClock:
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step has been completed since the start."""
-        return bool(self._seconds)
+        """Whether this process has completed a step."""
+        return self._had_steps or bool(self._seconds)
 
     @property
     def longest_seconds(self) -> float:

@@ -128,8 +128,9 @@ def processes_of(job: str, node: str) -> list[int]:
 
 
 def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    argv = tiny_overrides(text, run_dir, "slurm.interface=eth0")
+    run_dir, may_begin = tmp_path / "run", tmp_path / "may-begin"
+    hold = f"slurm.setup='until [ -e {may_begin} ]; do sleep 0.1; done'"
+    argv = tiny_overrides(text, run_dir, "slurm.interface=eth0", hold)
     job = submit(slurm, *argv)
     again = at_login(slurm, "serried.cli", "submit", "launch.nodes=2", *argv)
     assert again.returncode == 78
@@ -137,6 +138,7 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
     assert f"job     {job} " in shown
 
+    may_begin.touch()
     slurm.wait_for_state(job, "COMPLETED", "FAILED")
     assert slurm.job(job)["JobState"] == "COMPLETED", printed(run_dir)
     assert status(run_dir)["state"] == "finished"

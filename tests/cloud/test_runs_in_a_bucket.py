@@ -96,7 +96,7 @@ def test_run_writes_its_records_to_the_bucket_and_commands_read_them(
 def test_requests_through_the_bucket_save_and_stop(url: str, text: Path) -> None:
     def ask(trainer: Trainer, step: int) -> None:
         if step in (2, 5):
-            control = trainer._shutdown._control
+            control = trainer.shutdown._control
             serried([{2: "save", 5: "stop"}[step], url])
             until(lambda: bool(control.asks_to_stop if step == 5 else control.asks_to_save.is_set()))
 
@@ -133,7 +133,7 @@ def test_process_that_lost_the_run_ends_with_75_and_changes_nothing_more(
 def test_process_that_lost_the_run_in_its_last_save_ends_with_75(url: str, text: Path) -> None:
     def take(trainer: Trainer, step: int) -> None:
         if step == 5:
-            trainer._shutdown._control.end()  # so that the save is the first to notice
+            trainer.shutdown._control.end()  # so that the save is the first to notice
             taken.append(Head.claim(open_store(url), patience_seconds=0.0))
 
     taken: list[Head] = []

@@ -124,18 +124,17 @@ def test_frozen_rank_0_that_wakes_up_later_ends_without_touching_the_records(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_node_that_is_lost_costs_its_replica(victim: int, undisturbed: Undisturbed, text: Path, tmp_path: Path) -> None:
+def test_node_that_is_lost_costs_its_replica(undisturbed: Undisturbed, text: Path, tmp_path: Path) -> None:
     """Each rank is on a node of its own. Rank 0 writes the records until its node is lost; the store is elsewhere."""
     argv = [word for word in words("ddp x3", text, tmp_path / "run", *SHORT) if not word.startswith("launch=")]
     argv = [word for word in argv if not word.startswith("launch.processes")]
-    codes = run_nodes(argv, [Death(victim, "vote", 3)], tmp_path / "out", 3)
+    codes = run_nodes(argv, [Death(0, "vote", 3)], tmp_path / "out", 3)
     assert sorted(codes) == [-signal.SIGKILL, 0, 0], (tmp_path / "out" / "printed").read_text()
     expected = undisturbed("ddp x3", *SHORT)
     steps = metrics(tmp_path / "run")
     assert [line["step"] for line in steps] == list(expected)
     assert max(abs(line["loss"] / expected[line["step"]] - 1) for line in steps) < 1e-6
-    assert [line["ranks"] for line in metrics(tmp_path / "run", "lost")] == [[victim]]
+    assert [line["ranks"] for line in metrics(tmp_path / "run", "lost")] == [[0]]
 
 
 @pytest.mark.slow
@@ -176,7 +175,8 @@ def test_connections_that_break_often_cost_nothing_and_the_third_loss_of_a_step_
 ) -> None:
     """Both processes live on, and keep no files and tensors of earlier trainers."""
     keys = ["trainer.steps=12", "trainer.eval_every=0", "checkpoint.every=0"]
-    breaks = [Death(1, "vote", number, SEVER) for number in (*range(2, 22, 2), 22, 23, 24)]
+    # Not directly before a collective: Gloo may miss that a connection closes while it begins one, and waits then.
+    breaks = [Death(1, "forward", number, SEVER) for number in (*range(2, 22, 2), 22, 23, 24)]
     ended = run(words("ddp x2", text, tmp_path / "run", *keys), breaks, tmp_path / "out")
     assert ended.code == EXIT_STOPPED, ended.printed
     why = "the connection to another process broke, and step 12 has failed 3 times in a row"

@@ -63,7 +63,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
 
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
-        folder = tmp_path_factory.mktemp(name.partition(" ")[0])
+        folder = tmp_path_factory.mktemp(name.partition(" ")[0].rstrip(","))
         if name.startswith("hf "):
             any_model.saved(name.removeprefix("hf "), folder, tie_word_embeddings=False)
         else:
